@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from paceline.cli import common_options, crowding, exit_codes, report, tables
+from paceline.cli import common_options, crowding, exit_codes, job_hosts, report, tables
 from paceline.errors import UsageError
 from paceline.lab import runner
 from paceline.lab.frames import FAILED
@@ -17,6 +17,9 @@ from paceline.lab.runner import StudyInterrupted
 from paceline.lab.spec import StudySpec, parse_seeds
 from paceline.lab.study import Study
 from paceline.lab.tracking import Tracking
+
+_NEXT_S = 20.0
+"""After a failure a study starts another Ray within this time."""
 
 
 def compare(
@@ -79,6 +82,8 @@ def compare(
 
     Example: paceline compare train.py --strategies all-reduce,ps-bsp:servers=2 --workers 1,2,4 --target accuracy=0.9
     """
+    if job_hosts.is_lent(Console(stderr=True), engine=engine, address=address, next_s=_NEXT_S):
+        return
     spec = spec_of(context.params)
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))
     out = out or Path("studies") / script.stem

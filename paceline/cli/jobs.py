@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from paceline.cli import commands
+from paceline.cli import commands, job_hosts
 from paceline.errors import UsageError
 
 
@@ -40,7 +40,7 @@ def require_a_run(
 
     if is_here:
         read_script(script, params["arguments"] or ())
-    build(params["strategy"], parse_options(params["option"] or [], where="--option"))
+    build(params["strategy"] or job_hosts.STRATEGY, parse_options(params["option"] or [], where="--option"))
     return given
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from paceline.cli import beginning, common_options, crowding, detaching, exit_codes
+from paceline.cli import beginning, common_options, crowding, detaching, exit_codes, job_hosts
 from paceline.config import AfterTarget, DeviceChoice, RunConfig, Target, in_order
 from paceline.elastic.spec import GlobalBatch
 from paceline.engines.scripting import read_script
@@ -34,9 +34,13 @@ _NOT_RECORDED = "Steps of a script of Horovod's are recorded with --strategy hor
 def run(
     script: common_options.Script,
     strategy: Annotated[
-        str, typer.Option(help="A name from `paceline strategies`, with options as in ps-asp:servers=2.")
-    ] = "all-reduce",
-    workers: Annotated[int, typer.Option(help="Processes that train.")] = 1,
+        str | None,
+        typer.Option(
+            help="A name from `paceline strategies`, with options as in ps-asp:servers=2.",
+            show_default=job_hosts.STRATEGY,
+        ),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that train.", show_default="1")] = None,
     option: Annotated[
         list[str] | None, typer.Option(help="A further option of the strategy; may be repeated.", metavar="KEY=VALUE")
     ] = None,
@@ -127,6 +131,9 @@ def run(
         raise UsageError("--detach is for runs on real processes; leave it out, or use --engine ray")
     waiting = detaching.detach() if detach else None
     console = Console(stderr=True)
+    if job_hosts.is_lent(console, engine=engine, address=address):
+        return
+    strategy, workers = job_hosts.asked(console, strategy, workers)
     config = RunConfig(max_steps=max_steps)
     targets = in_order(map(Target.parse, target or ()))
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))

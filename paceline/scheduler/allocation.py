@@ -23,6 +23,11 @@ class Allocation:
     """The job's share of each host."""
     prefixes: tuple[tuple[str, ...], ...] | None = None
     """What starts a command on each host, put before it. None: `srun` starts it on many at once."""
+    meeting_port: int | None = None
+    """Of the first host, where the others come to by themselves, as each has started this program. None: the first
+    starts them."""
+    here: int = 0
+    """This host's place among them; never another than the first but where they come by themselves."""
 
 
 def from_slurm(environment: Mapping[str, str]) -> Allocation | None:

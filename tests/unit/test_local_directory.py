@@ -19,7 +19,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(local_directory, "_PLACE", tmp_path)
+    monkeypatch.setattr(local_directory, "PLACE", tmp_path)
     return tmp_path
 
 

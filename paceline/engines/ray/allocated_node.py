@@ -56,13 +56,18 @@ def listens(host: str, port: int) -> bool:
     return True
 
 
+def joining(address: str, cores: str) -> list[str]:
+    """The command by which a further host joins the cluster."""
+    return [*_start(cores), f"--address={address}", *_ANY_PORT]
+
+
 def main() -> None:
     """Ray on a host that joins the cluster at ADDRESS, until the step is ended; its files in DIRECTORY go with it."""
     address, directory = sys.argv[1], Path(sys.argv[2])
     cores = sys.argv[3] if len(sys.argv) > 3 else str(len(os.sched_getaffinity(0)))
     is_told = Event()
     with same_directory(directory):
-        process = subprocess.Popen([*_start(cores), f"--address={address}", *_ANY_PORT])
+        process = subprocess.Popen(joining(address, cores))
 
         def end(*_: object) -> None:
             is_told.set()

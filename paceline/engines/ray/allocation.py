@@ -1,26 +1,24 @@
 """A Ray cluster over the hosts of a batch job, which ends with the run."""
 
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import final
 
 import ray
 
 from paceline.engines.ray import allocated_node, slurm
+from paceline.engines.ray.logged_process import LoggedProcess
 from paceline.engines.ray.remote_start import shared_environment
 from paceline.errors import RunFailed
 from paceline.scheduler import Allocation
 
 START_S = 30.0
-"""Until all hosts have come."""
-_STOP_S = 10.0
-_WORDS = 1500
-"""The end of what a process wrote, in an error."""
+"""Until all hosts have come that are started from the first."""
+MEET_S = 300.0
+"""Until those have come that start by themselves."""
 
 
 @contextmanager
@@ -33,12 +31,13 @@ def cluster_over(allocation: Allocation, directory: Path, connect: Callable[[str
         connect: connects this process to the cluster at an address.
 
     Raises:
-        RunFailed: a host does not come within 30 s; the message has what Ray or the scheduler's launcher says.
+        RunFailed: a host does not come within 30 s; the message has what Ray or the scheduler's launcher says. Those
+            that start by themselves have 5 minutes.
     """
     with ExitStack() as stack:
         first = allocation.hosts[0]
         host = _own_address(allocation)
-        port = _free_port(host)
+        port = allocation.meeting_port or _free_port(host)
         address = f"{host}:{port}"
         head = _start(stack, directory / "head.log", allocated_node.head(host, port, directory, allocation.cores[0]))
         joining = [
@@ -47,38 +46,15 @@ def cluster_over(allocation: Allocation, directory: Path, connect: Callable[[str
         ]
         _wait_for([(head, first)], lambda: allocated_node.listens(host, port))
         connect(address)
-        _wait_for(joining, lambda: _num_hosts() == len(allocation.hosts))
+        if allocation.meeting_port is None:
+            _wait_for(joining, lambda: _num_hosts() == len(allocation.hosts))
+        else:
+            _meet(allocation)
         yield
 
 
-@final
-class _Process:
-    """One that was started here, with a file that has its words."""
-
-    def __init__(self, command: Sequence[str], log: Path) -> None:
-        self._log = log
-        with log.open("wb") as output:
-            # A session of its own: Ctrl-C is for the launcher, which ends it in order.
-            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    @property
-    def words(self) -> str:
-        return self._log.read_text(errors="replace")[-_WORDS:].strip() or "it said nothing"
-
-    def stop(self) -> None:
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_STOP_S)
-        self._process.kill()
-        self._process.wait()
-
-
-def _start(stack: ExitStack, log: Path, command: Sequence[str]) -> _Process:
-    process = _Process(command, log)
+def _start(stack: ExitStack, log: Path, command: Sequence[str]) -> LoggedProcess:
+    process = LoggedProcess(command, log)
     stack.callback(process.stop)
     return process
 
@@ -88,6 +64,8 @@ def _on_others(
 ) -> Iterator[tuple[list[str], str]]:
     """The commands that start Ray on all hosts but the first, each with the hosts that it is for."""
     node = [sys.executable, "-m", allocated_node.__name__, address, str(directory)]
+    if allocation.meeting_port is not None:
+        return
     if allocation.prefixes is None:
         yield [*slurm.srun(allocation), *node], ", ".join(allocation.hosts[1:])
         return
@@ -121,7 +99,7 @@ def _free_port(host: str) -> int:
         return int(server.getsockname()[1])
 
 
-def _wait_for(joining: Sequence[tuple[_Process, str]], have_come: Callable[[], bool]) -> None:
+def _wait_for(joining: Sequence[tuple[LoggedProcess, str]], have_come: Callable[[], bool]) -> None:
     """Raises RunFailed, which names the hosts whose launcher has ended, or all if none has."""
     give_up_s = time.monotonic() + START_S
     while not have_come():
@@ -131,6 +109,20 @@ def _wait_for(joining: Sequence[tuple[_Process, str]], have_come: Callable[[], b
             process, _ = (ended or joining)[0]
             raise RunFailed(f"Ray does not start on {', '.join(h for _, h in ended or joining)}{late}: {process.words}")
         time.sleep(0.1)
+
+
+def _meet(allocation: Allocation) -> None:
+    """Wait for hosts that start by themselves; raises RunFailed if they are too few after `MEET_S`."""
+    give_up_s = time.monotonic() + MEET_S
+    while (num := _num_hosts()) < len(allocation.hosts):
+        if time.monotonic() > give_up_s:
+            come = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+            missing = [host for host in allocation.hosts[1:] if _address_of(allocation, host) not in come]
+            raise RunFailed(
+                f"{num} of {len(allocation.hosts)} hosts have come within {MEET_S:.0f} s; missing are "
+                f"{', '.join(missing)}: look into what paceline says there"
+            )
+        time.sleep(0.2)
 
 
 def _num_hosts() -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-_PLACE = Path("/tmp")  # the paths of sockets must be short
+PLACE = Path("/tmp")  # the paths of sockets must be short
 _PREFIX = "paceline-ray-"
 RAYS_OWN = "ray"
 """The directory in there that Ray gets, since it lets everybody into the one that it is given."""
@@ -23,10 +23,10 @@ def local_directory() -> Iterator[str]:
 
     Locked while in use: those that a killed launcher of the same user left are removed here.
     """
-    for left in _PLACE.glob(f"{_PREFIX}*"):
+    for left in PLACE.glob(f"{_PREFIX}*"):
         with suppress(OSError), locked(left):
             shutil.rmtree(left, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=_PLACE))  # a name that nobody clears up, until it is locked
+    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=PLACE))  # a name that nobody clears up, until it is locked
     with locked(made):
         directory = made.rename(made.with_name(made.name.removeprefix(".")))
         try:

@@ -3,7 +3,7 @@
 import math
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +15,11 @@ import ray
 from paceline.engines.ray.allocated_node import OBJECT_STORE_BYTES, WORKER_NICENESS
 from paceline.engines.ray.allocation import cluster_over
 from paceline.engines.ray.interrupts import hold_back_interrupts, keep_handlers
-from paceline.engines.ray.local_directory import RAYS_OWN, local_directory
-from paceline.engines.ray.tokens import own_token, require_token_mode, users_token
+from paceline.engines.ray.local_directory import RAYS_OWN, local_directory, same_directory
+from paceline.engines.ray.meeting_host import directory_of
+from paceline.engines.ray.tokens import jobs_token, own_token, require_token_mode, users_token
 from paceline.errors import RunFailed, UsageError
-from paceline.scheduler import from_environment
+from paceline.scheduler import Allocation, from_environment
 from paceline.threads import let_idle_threads_sleep
 
 _CONNECT_S, _ANSWER_S = 5.0, 0.5
@@ -103,10 +104,7 @@ def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bo
     try:
         allocation = from_environment(os.environ, socket.gethostname()) if address is None else None
         if allocation is not None and len(allocation.hosts) > 1:
-            until_disconnected.enter_context(own_token())
-            directory = until_disconnected.enter_context(local_directory())
-            connect = partial(ray.init, **common)
-            until_disconnected.enter_context(cluster_over(allocation, Path(directory), connect))
+            until_disconnected.enter_context(_spanned(allocation, partial(ray.init, **common)))
         elif address is None:
             until_disconnected.enter_context(own_token())
             directory = until_disconnected.enter_context(local_directory())
@@ -129,6 +127,25 @@ def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bo
     except Exception as error:
         where = "start a local Ray" if address is None else f"connect to Ray at {address}"
         raise RunFailed(f"cannot {where}: {error}; `paceline doctor` checks what may be wrong") from error
+
+
+@contextmanager
+def _spanned(allocation: Allocation, connect: Callable[[str], object]) -> Iterator[None]:
+    """A cluster over a job's hosts, with what protects it and a place for its files. Raises UsageError on a host that
+    is not the first."""
+    if allocation.here != 0:
+        own, first = allocation.hosts[allocation.here], allocation.hosts[0]
+        raise UsageError(
+            f"this is {own!r}, and the cluster is started on {first!r}; call paceline run or paceline compare on "
+            "all hosts of the job, or name a cluster with --address"
+        )
+    if allocation.meeting_port is None:
+        with own_token(), local_directory() as made, cluster_over(allocation, Path(made), connect):
+            yield
+        return
+    directory = directory_of(allocation)
+    with jobs_token(), same_directory(directory), cluster_over(allocation, directory, connect):
+        yield
 
 
 def _join(address: str, options: dict[str, Any]) -> None:

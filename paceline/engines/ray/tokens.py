@@ -34,6 +34,22 @@ def own_token() -> Iterator[None]:
 
 
 @contextmanager
+def jobs_token() -> Iterator[None]:
+    """The token that a job's environment gives to all of its hosts, where these share nothing else.
+
+    Raises:
+        UsageError: it gives none, or one that can be guessed.
+    """
+    if len(os.environ.get(_TOKEN, "")) < _TOKEN_BYTES:
+        raise UsageError(
+            "the job's hosts start by themselves and need a secret that they share: give the job the environment "
+            f"variable {_TOKEN} of {_TOKEN_BYTES} letters or more, such as Python's secrets.token_hex(32)"
+        )
+    with _environment({_MODE: "token"}):
+        yield
+
+
+@contextmanager
 def users_token(address: str, *, insecure: bool) -> Iterator[None]:
     """Ray uses the user's token for the cluster that is connected to inside; one that asks for none gets none.
 

@@ -1,0 +1,50 @@
+"""What a command does on a host of a job whose scheduler has started it on each of them, and what the job asks for."""
+
+import os
+import socket
+
+from rich.console import Console
+
+from paceline.engines.ray.nodes import chosen_address
+from paceline.scheduler import from_environment, sagemaker
+
+STRATEGY = "all-reduce"
+"""Where nobody asks for another."""
+
+
+def is_lent(console: Console, *, engine: str, address: str | None, next_s: float = 0.0) -> bool:
+    """Whether this host is not the job's first, and so was lent to what that one runs, which has ended.
+
+    Args:
+        next_s: how long after the end of one Ray cluster there may be another.
+
+    Raises:
+        UsageError: as the host takes part; or the environment contradicts itself.
+        RunFailed: as the host takes part.
+    """
+    if engine != "ray" or chosen_address(address) is not None:
+        return False
+    allocation = from_environment(os.environ, socket.gethostname())
+    if allocation is None or allocation.here == 0:
+        return False
+    from paceline.engines.ray.meeting_host import take_part
+
+    own, first = allocation.hosts[allocation.here], allocation.hosts[0]
+    console.print(f"{own} takes part in what {first} runs, and ends with it", markup=False, highlight=False)
+    take_part(allocation, next_s=next_s)
+    return True
+
+
+def asked(console: Console, strategy: str | None, workers: int | None) -> tuple[str, int]:
+    """Strategy and workers: those given, else what SageMaker's settings ask for, else all-reduce and one.
+
+    Raises:
+        UsageError: the settings cannot be read.
+    """
+    allocation = sagemaker.from_sagemaker(os.environ)
+    wanted = sagemaker.wanted(os.environ, len(allocation.hosts)) if allocation is not None else None
+    if wanted is not None:
+        strategy, workers = strategy or wanted.strategy, wanted.workers if workers is None else workers
+        said = f"SageMaker's setting {wanted.setting}: --strategy {strategy} --workers {workers}"
+        console.print(said, markup=False, highlight=False)
+    return strategy or STRATEGY, 1 if workers is None else workers

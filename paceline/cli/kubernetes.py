@@ -1,5 +1,6 @@
 """`paceline kubernetes`: write a job of KubeRay that trains a script."""
 
+import math
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import common_options, jobs
+from paceline.elastic import Elastic
 from paceline.errors import UsageError
 from paceline.scheduler import RayJob, ray_job_yaml
 from paceline.scheduler.ray_job import RESULTS, SCRIPTS
@@ -64,12 +66,11 @@ def kubernetes(
         raise UsageError(f"--output {str(output)!r} has characters that cannot be printed; give another name")
     rest = jobs.for_the_run(context)
     given = jobs.require_a_run(script, rest, jobs_own=_JOBS_OWN, is_here=not script_in_image)
-    if "elastic" in given:
-        raise UsageError("--elastic has not been tried in a cluster of Kubernetes so far; leave it out")
     if script_in_image and not script.is_absolute():
         raise UsageError(f"--script-in-image: {script} must be the whole path in the image, from / on")
     named = name if name is not None else script.stem
     path = str(script) if script_in_image else f"{SCRIPTS}/{script.name}"
+    num_workers = workers or nodes * max(1, gpus)
     out = [] if "resume" in given else ["--out", f"{RESULTS}/{named}"]
     text = ray_job_yaml(
         RayJob(
@@ -77,13 +78,14 @@ def kubernetes(
             namespace=namespace,
             image=image,
             nodes=nodes,
+            bounds=_bounds(given.get("elastic"), nodes, num_workers),
             cores=cores,
             memory=memory,
             gpus=gpus,
             head_cores=head_cores,
             head_memory=head_memory,
             ray_version=ray_version if ray_version is not None else metadata.version("ray"),
-            command=["paceline", "run", path, "--workers", str(workers or nodes * max(1, gpus)), *out, *rest],
+            command=["paceline", "run", path, "--workers", str(num_workers), *out, *rest],
             script=None if script_in_image else (script.name, script.read_text(encoding="utf-8-sig")),
             token_secret=token_secret,
             service_account=service_account,
@@ -93,6 +95,20 @@ def kubernetes(
         file=str(output or "-"),
     )
     _deliver(text, output)
+
+
+def _bounds(elastic: str | None, nodes: int, num_workers: int) -> tuple[int, int]:
+    """As few and as many hosts as there may be with an elastic run's workers, as many on each as at the start.
+
+    Raises:
+        UsageError: the run could not start with its workers.
+    """
+    if elastic is None:
+        return nodes, nodes
+    asked = Elastic.parse(elastic)
+    asked.require(num_workers=num_workers)
+    each = math.ceil(num_workers / nodes)
+    return math.ceil(asked.at_least / each), max(nodes, math.ceil(asked.at_most / each))
 
 
 def _deliver(text: str, output: Path | None) -> None:

@@ -27,6 +27,8 @@ class RayJob:
     """With Python, torch, Paceline and Ray with its dashboard."""
     nodes: int
     """Hosts that train, a pod each."""
+    bounds: tuple[int, int]
+    """So many hosts, at least and at most, may others ask the operator for, as `kubectl scale` does."""
     cores: int
     memory: str
     gpus: int

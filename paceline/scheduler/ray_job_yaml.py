@@ -79,8 +79,8 @@ def _custom_resource(job: RayJob) -> dict[str, Any]:
                     {
                         "groupName": "workers",
                         "replicas": job.nodes,
-                        "minReplicas": job.nodes,
-                        "maxReplicas": job.nodes,
+                        "minReplicas": job.bounds[0],
+                        "maxReplicas": job.bounds[1],
                         "rayStartParams": {},
                         "template": _pod(job, worker),
                     }

@@ -46,6 +46,7 @@ def job(**changed: Any) -> RayJob:
         "namespace": "default",
         "image": "team/train:1",
         "nodes": 4,
+        "bounds": (4, 4),
         "cores": 8,
         "memory": "16Gi",
         "gpus": 0,
@@ -357,7 +358,8 @@ def test_a_script_in_the_image_is_not_read_here(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--elastic", "1:2"], "--elastic has not been tried in a cluster of Kubernetes"),
+        (["--elastic", "2"], "--elastic '2' is not of the form MIN:MAX"),
+        (["--elastic", "2:4", "--nodes", "6"], "--elastic 2:4 is for 2 to 4 workers"),
         (["--workers", "2", "--out", "x"], "--out is the job's own; leave it out"),
         (["--address", "a:1"], "--address is the job's own"),
         (["--strategy", "ps-asps"], "did you mean"),
@@ -381,3 +383,22 @@ def test_the_command_refuses(
     captured = capsys.readouterr()
     assert (said or "must be the whole path in the image") in " ".join(captured.err.split())
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--nodes", "4", "--elastic", "2:6"], (2, 4, 6)),
+        (["--nodes", "4", "--workers", "8", "--elastic", "3:11"], (2, 4, 6)),
+        (["--nodes", "3", "--workers", "2", "--elastic", "1:2"], (1, 3, 3)),
+        (["--nodes", "2"], (2, 2, 2)),
+    ],
+)
+def test_bounds_of_workers_become_those_of_hosts(
+    script: Path, options: list[str], expected: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = script.with_name("job.yaml")
+    asked = ["--name", "train", "--image", "i", "--output", str(written)]
+    assert paceline(monkeypatch, "kubernetes", str(script), *asked, *options) == 0
+    (group,) = read(written.read_text())[-1]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == expected

@@ -177,6 +177,8 @@ def test_asynchronous_workers_learn(run: Any, strategy: str, tmp_path: Path) -> 
     result = run(script, strategy=f"{strategy}:servers=2", workers=2, out=tmp_path / "run", eval_every=100)
     errors = [record.metrics["error"] for record in result.evaluations]
     assert errors[-1] < 0.5 * errors[0]
+    if strategy == HYBRID:  # between two of a worker's, the other's of the same step and of the one before
+        assert max(update.staleness for update in result.updates) <= 2
 
 
 def train_for_long(worker: Worker, out: Path) -> None:

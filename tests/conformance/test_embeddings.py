@@ -206,7 +206,7 @@ def test_one_asynchronous_worker_equals_single(run: Any, tmp_path: Path) -> None
     ("strategy", "optimizer"),
     [
         ("ps-bsp", "adam:lr=0.05"),
-        ("all-reduce", "adam:lr=0.05"),
+        pytest.param("all-reduce", "adam:lr=0.05", marks=SLOW),
         *(pytest.param("ps-bsp", each, marks=SLOW) for each in ("row-wise-adagrad:lr=0.3", "ftrl:lr=0.5:l1=0.01")),
     ],
 )
@@ -302,7 +302,7 @@ def misuse(worker: Worker, out: Path, *, key: float = 12, factor: float = 1.0, o
 
 
 @pytest.mark.parametrize("nonfinite", ["skip", "allow"])
-@pytest.mark.parametrize("strategy", ["ps-bsp", "all-reduce:servers=1", f"{HYBRID}:servers=2"])
+@pytest.mark.parametrize("strategy", ["ps-bsp", f"{HYBRID}:servers=2"])
 def test_what_becomes_of_a_step_with_a_row_that_is_not_finite(strategy: str, nonfinite: str, tmp_path: Path) -> None:
     """On all workers it is left out whole, or refused by the table, which takes none."""
     script = partial(launched, partial(misuse, factor=float("inf"), only_on=1), tmp_path)

@@ -283,12 +283,17 @@ class Store(ABC):
         gradients: Tensor,
         *,
         coding: PushCoding | None = None,
+        holds_rows: bool = False,
     ) -> None:
         """Hand the servers the layout, the optimizer and (from rank 0) the initial parameters.
 
         Collective call. `parameters` and `gradients` are uint8 buffers of `layout.num_bytes` made by `allocate`;
         later calls read gradients from and write parameters to them. Where `coding` has servers read gradients here
-        themselves, an exchange leaves there what its codec makes of them.
+        themselves, an exchange leaves there what its codec makes of them. Servers that are to hold rows, too, may be
+        left without parameters.
+
+        Raises:
+            UsageError: there are not enough parameters for each server.
         """
 
     @abstractmethod

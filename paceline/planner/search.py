@@ -228,10 +228,11 @@ def _traits(name: str) -> Traits:
 
 
 def _choices(cluster: Cluster, name: str, most: int) -> Iterator[tuple[Strategy, int]]:
-    """The strategy with 1, 2, 4, ... servers, where it takes some, on numbers of workers that it can run with."""
+    """The strategy with 1, 2, 4, ... servers, where it has some, on numbers of workers that it can run with."""
+    has_servers = "servers" in STRATEGIES[name].options and _traits(name).num_servers > 0
     for workers in worker_counts(most):
         counts = [2**exponent for exponent in range(workers.bit_length())]
-        options = [{"servers": servers} for servers in counts] if "servers" in STRATEGIES[name].options else [{}]
+        options = [{"servers": servers} for servers in counts] if has_servers else [{}]
         for strategy in (build(name, each) for each in options):
             if _can_run(cluster, strategy, workers):
                 yield strategy, workers

@@ -83,12 +83,12 @@ def build_pieces(
     owned: dict[int, list[Tensor]] = {}
     for piece, parameter in zip(pieces, parameters, strict=True):
         owned.setdefault(segments[piece.segment].group, []).append(parameter)
-    groups = sorted(owned)
+    groups = sorted(owned) or [0]
     optimizer = build_optimizer(
         spec.optimizer_class,
         spec.defaults,
         [spec.groups[group] for group in groups],
-        [owned[group] for group in groups],
+        [owned.get(group, []) for group in groups],
     )
     return optimizer, parameters, groups
 

@@ -36,15 +36,10 @@ def cut(layout: Layout, *, num_servers: int, whole_tensors: bool, piece_bytes: i
         whole_tensors: cut between tensors only, for optimizers whose update of an element depends on others.
         piece_bytes: no piece is to be larger, a multiple of a cache line; whole tensors are left as they are.
 
-    Raises:
-        UsageError: there are fewer tensors, or cache lines of parameters, than servers.
+    A model that is too small leaves some ranges empty; see `require_some_for_each`.
     """
     atoms = _tensors(layout) if whole_tensors else _segments(layout)
     total = sum(atom.num_bytes(layout) for atom in atoms)
-    num_places = len(atoms) if whole_tensors else total // ALIGNMENT_BYTES
-    if num_places < num_servers:
-        kind = "tensors" if whole_tensors else "cache lines of parameters"
-        raise UsageError(f"servers={num_servers} leaves a server without parameters: the model has {num_places} {kind}")
     ranges: list[list[Piece]] = [[] for _ in range(num_servers)]
     before = 0
     owner = -1
@@ -63,9 +58,19 @@ def cut(layout: Layout, *, num_servers: int, whole_tensors: bool, piece_bytes: i
     return [tuple(small for piece in pieces for small in _slice(layout, piece, piece_bytes)) for pieces in ranges]
 
 
+def require_some_for_each(layout: Layout, *, num_servers: int, whole_tensors: bool) -> None:
+    """Raises UsageError if there are fewer tensors, or cache lines of parameters, than servers."""
+    num_bytes = sum(segment.num_bytes for segment in layout.segments)
+    num_places = len(_tensors(layout)) if whole_tensors else num_bytes // ALIGNMENT_BYTES
+    if num_places < num_servers:
+        kind = "tensors" if whole_tensors else "cache lines of parameters"
+        raise UsageError(f"servers={num_servers} leaves a server without parameters: the model has {num_places} {kind}")
+
+
 def in_shards(pieces: KeyRange, *, whole: bool) -> list[KeyRange]:
-    """What each shard of a server holds: one piece, or all, for optimizers that must see whole tensors."""
-    return [pieces] if whole else [(piece,) for piece in pieces]
+    """What each shard of a server holds: one piece, or all, for optimizers that must see whole tensors. A server
+    without a piece has an empty shard, which still counts what workers push."""
+    return [pieces] if whole or not pieces else [(piece,) for piece in pieces]
 
 
 def _tensors(layout: Layout) -> list[Piece]:

@@ -13,7 +13,10 @@ from paceline.buckets import MOST_RANKS, GradientBuckets, OutOfTurn
 from paceline.codec import Auto, Codec
 from paceline.comm.base import Finished, Timing, Work
 from paceline.errors import NonFiniteGradient, PeerLost, UsageError
+from paceline.membership import Membership
 from paceline.messages import Raw, from_frames
+from paceline.server.admission import AdmissionRule
+from paceline.server.tables.storage import TableFiles
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
 from paceline.strategies.bucket_size import MIN_BYTES
 from paceline.strategies.bucketing import allocated, cut, laid_out
@@ -27,7 +30,9 @@ from paceline.strategies.own_state import OwnState
 from paceline.strategies.progress import Progress, require_same
 from paceline.strategies.regrouping import ResultHandedOn
 from paceline.strategies.repeating import Repeating
-from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
+from paceline.strategies.replica import Replica, cannot_evaluate, is_skipped_by_scaler, require_same_parameters
+from paceline.strategies.rows_beside import ROWS_DOC, SERVERS_DOC, RowRule, RowsBeside, require_rows_beside, rule_of
+from paceline.strategies.table_files import DIR_DOC, MBYTES_DOC, require_table_files, table_files
 from paceline.strategies.traits import AllReduced, Traits
 
 _APART = 5  # what turns of two optimizers differ by
@@ -45,6 +50,8 @@ class AllReduce(Strategy):
     takes the same optimizer step. Unlike there, a bucket carries one flag a parameter, so that a parameter that no
     worker used in a step keeps `grad=None`.
 
+    The rows of tables, which are no parameters, lie on `servers`, where there are any.
+
     >>> AllReduce(bucket_mb=1).traits.lock_step
     True
     """
@@ -61,6 +68,10 @@ class AllReduce(Strategy):
     codec: Codec | None = option(None, CODEC_DOC)
     codec_scope: Scope = option("links", SCOPE_DOC)
     aggregate: Aggregator = option(MEAN, AGGREGATE_DOC)
+    servers: int = option(0, SERVERS_DOC)
+    rows: RowRule | None = option(None, ROWS_DOC)
+    table_dir: str | None = option(None, DIR_DOC)
+    table_mbytes: float | None = option(None, MBYTES_DOC)
 
     def validate(self) -> None:
         require_choice("codec_scope", self.codec_scope, get_args(Scope))
@@ -72,6 +83,8 @@ class AllReduce(Strategy):
             raise UsageError(f"bucket_mb must be auto, or above 0 and at most 1024, not {self.bucket_mb}")
         if not self.aggregate.streams and (self.codec is not None or self.algorithm != "auto"):
             raise UsageError(f"aggregate={self.aggregate} has a way of its own; leave out codec and algorithm")
+        require_table_files(self.table_dir, self.table_mbytes)
+        require_rows_beside(self.servers, self.rows, self.table_dir, self.aggregate)
 
     def check(self, *, num_workers: int) -> None:
         require_joint(self.aggregate, num_workers)
@@ -92,8 +105,30 @@ class AllReduce(Strategy):
             codec=self.codec,
             codec_scope=self.codec_scope,
         )
-        repeats = self.algorithm == "auto" and self.codec is None and self.aggregate.streams
-        return Traits(lock_step=True, tells_stop=True, repeats_steps=repeats, passes_attacks=True, traffic=(moved,))
+        has_servers = self.servers > 0
+        return Traits(
+            lock_step=True,
+            tells_stop=True,
+            repeats_steps=self.algorithm == "auto"
+            and self.codec is None
+            and self.aggregate.streams
+            and not has_servers,
+            passes_attacks=not has_servers,
+            num_servers=self.servers,
+            holds_rows=has_servers,
+            serves_rows_alone=has_servers,
+            traffic=None if has_servers else (moved,),
+            untold="moves rows of tables, whose number nobody knows" if has_servers else "",
+        )
+
+    def admission_rule(self, members: Membership) -> AdmissionRule | None:
+        return rule_of(self.rows, members) if self.servers else None
+
+    def admission_rule_beside(self, members: Membership) -> AdmissionRule:
+        return rule_of(self.rows, members)
+
+    def table_files(self) -> TableFiles | None:
+        return table_files(self.table_dir, self.table_mbytes)
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         if self.algorithm != "auto" and not context.collective.can_receive_first:
@@ -154,6 +189,9 @@ class _AllReduceSynchronizer(Synchronizer):
         self._num_exchanges = 0  # since the last step
         self._turn = 0  # what is the same on every rank in each of them
         self._weight = 1.0
+        self._rows: RowsBeside | None = None
+        if strategy.servers and replica.is_first:
+            self._rows = RowsBeside(context, replica, rows=strategy.rows, nonfinite=strategy.nonfinite)
 
     def _in_buckets(self, buffer: Tensor) -> GradientBuckets:
         return GradientBuckets(
@@ -166,9 +204,12 @@ class _AllReduceSynchronizer(Synchronizer):
 
     @property
     def timings(self) -> tuple[Timing, ...]:
-        return (self.context.collective.timing, self._overlap.timing, self._exchange.timing)
+        own = (self.context.collective.timing, self._overlap.timing, self._exchange.timing)
+        return own if self._rows is None else (*own, self._rows.timing)
 
     def set_weight(self, weight: float) -> None:
+        if self._rows is not None:
+            self._rows.set_weight(weight)
         if not self._is_weighted:
             return
         if self._repeating is None and weight != self._weight and not self._is_exchanged:
@@ -314,6 +355,8 @@ class _AllReduceSynchronizer(Synchronizer):
         self._is_exchanged = True
 
     def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        if self._rows is not None:
+            raise cannot_evaluate(self.replica.optimizer)
         return partial(self._evaluate, closure)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -358,6 +401,8 @@ class _AllReduceSynchronizer(Synchronizer):
         require_same_parameters(self.replica)
         if not self.gradients_are_spent:
             self._require_exchange()
+        if self._rows is not None and self._rows.is_nonfinite(step=self.iteration + 1):
+            self._is_nonfinite = True
         before = self.iteration
         if is_skipped_by_scaler(self.replica.optimizer):
             update()
@@ -368,6 +413,8 @@ class _AllReduceSynchronizer(Synchronizer):
         elif not self._is_nonfinite:
             update()
             self.iteration += 1
+        if self._rows is not None:
+            self._rows.push(is_void=self.iteration == before, pause_at=pause_at)
         self.has_updated = self._repeating is None or self._repeating.is_update_complete
         self._is_exchanged = self._is_nonfinite = False
         self._num_exchanges = 0
@@ -393,6 +440,10 @@ class _AllReduceSynchronizer(Synchronizer):
             )
             self._behind_backward = False
             self._looks_first = self._nonfinite != "allow"
+
+    def leave(self) -> None:
+        if self._rows is not None:
+            self._rows.leave()
 
     def own_state(self) -> dict[str, OwnState]:
         return self._exchange.own_state()

@@ -383,11 +383,12 @@ class Strategy(ABC):
         max_updates: int | None,
         number: int,
     ) -> ServerSpec:
-        """What one server holds for the run's optimizer of this number. The first one's updates count, and end the run.
+        """What one server holds for the run's optimizer of this number. The first one's updates of the model count, and
+        end the run.
         Raises UsageError as `admission_rule_beside`."""
         rule = self.admission_rule_beside(members) if number else self.admission_rule(members)
         assert rule is not None
-        limit = None if number else max_updates
+        limit = None if number or self.traits.serves_rows_alone else max_updates
         codec = self.codec_of_pushes()
         files = self.table_files()
         return ServerSpec(layout, pieces, optimizer, rule, limit, self.aggregator(), codec, number, files)

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, final, get_args
 
 from paceline.aggregate import MEAN, Aggregator, MajorityVote
@@ -17,11 +16,11 @@ from paceline.strategies.combining import Mode
 from paceline.strategies.joint import AGGREGATE_DOC, require_joint
 from paceline.strategies.replica import Replica, require_no_closure, require_plain_steps
 from paceline.strategies.serving import ServerSynchronizer
+from paceline.strategies.table_files import DIR_DOC, MBYTES_DOC, require_table_files, table_files
 from paceline.strategies.traits import AllReduced, Served, Traits
 
 Consistency = Literal["bsp", "ssp", "asp"]
 DEFAULT_STALENESS = 3
-DEFAULT_TABLE_MBYTES = 1024.0
 
 
 @final
@@ -63,12 +62,8 @@ class ParameterServer(Strategy):
     codec: Codec | None = option(None, CODEC_DOC)
     codec_scope: Scope = option("links", SCOPE_DOC)
     aggregate: Aggregator = option(MEAN, AGGREGATE_DOC)
-    table_dir: str | None = option(
-        None, "directory on each server's host, in whose files the rows of tables lie, instead of in memory"
-    )
-    table_mbytes: float | None = option(
-        None, f"of these files, what a server has in its memory at a time (default {DEFAULT_TABLE_MBYTES:g})"
-    )
+    table_dir: str | None = option(None, DIR_DOC)
+    table_mbytes: float | None = option(None, MBYTES_DOC)
 
     def validate(self) -> None:
         require_choice("codec_scope", self.codec_scope, get_args(Scope))
@@ -93,10 +88,7 @@ class ParameterServer(Strategy):
             self._require_majority()
         if not self.aggregate.streams:
             self._require_comparable()
-        if self.table_dir is not None and not Path(self.table_dir).is_absolute():
-            raise UsageError(f"table_dir must be an absolute path, since it is on the servers' hosts: {self.table_dir}")
-        if self.table_mbytes is not None and not (self.table_dir and self.table_mbytes > 0):
-            raise UsageError(f"table_mbytes={self.table_mbytes:g} must be above 0, and needs table_dir=DIR")
+        require_table_files(self.table_dir, self.table_mbytes)
 
     def check(self, *, num_workers: int) -> None:
         require_joint(self.aggregator(), num_workers - self.backup_workers)
@@ -139,9 +131,7 @@ class ParameterServer(Strategy):
         return self.codec
 
     def table_files(self) -> TableFiles | None:
-        if self.table_dir is None:
-            return None
-        return TableFiles(self.table_dir, int((self.table_mbytes or DEFAULT_TABLE_MBYTES) * 1e6))
+        return table_files(self.table_dir, self.table_mbytes)
 
     def admission_rule_beside(self, members: Membership) -> AdmissionRule:
         """Under ssp the first optimizer's clocks keep workers together, and with them what every other one has done."""

@@ -129,6 +129,7 @@ class ServerSynchronizer(Synchronizer):
             self._parameters.host,
             self._gradients.host,
             coding=self._coding(codec, codec_scope, layout),
+            holds_rows=bool(replica.tables),
         )
         self._rows = ServedRows(store, replica.tables)
         if codec is not None:

@@ -126,6 +126,8 @@ class Traits:
     """Those whose contributions are joined, where these are others than the workers: an attack is then by clients."""
     holds_rows: bool = False
     """The rows of a model's tables (`paceline.nn.ShardedEmbedding`) have a place, and are updated with the model."""
+    serves_rows_alone: bool = False
+    """The servers hold such rows, and nothing else: workers own the model."""
     num_servers: int = 0
     """Servers that the engine has to place."""
     num_replicas: int = 0
@@ -139,6 +141,10 @@ class Traits:
     def is_for_ray_alone(self) -> bool:
         """Whether nothing but real processes can show what it does."""
         return self.by_script or self.num_replicas > 0
+
+    @property
+    def servers_own_model(self) -> bool:
+        return self.num_servers > 0 and not self.serves_rows_alone
 
     @property
     def takes_equal_steps(self) -> bool:

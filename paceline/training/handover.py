@@ -76,7 +76,7 @@ class Handover:
         """As `optimizer.state_dict()`; on the first worker also where servers hold the state. Call it while the global
         model is in place."""
         saved, prepared = optimizer.state_dict(), self._run.prepared
-        if not self._run.traits.num_servers or not self._run.context.is_first:
+        if not self._run.traits.servers_own_model or not self._run.context.is_first:
             return saved
         name = next(name for name, own in prepared.optimizers.items() if own is optimizer)
         prefix = f"{name}." if prepared.optimizer_names else ""

@@ -43,7 +43,7 @@ def take_in(run: WorkerRun, replica: Replica, optimizer: torch.optim.Optimizer) 
     if not run.traits.holds_rows:
         raise UsageError(
             f"the rows of table {names[0]!r} (ShardedEmbedding) lie on servers, and {type(run.strategy).__name__} has "
-            "none for them; use ps-bsp, ps-ssp or ps-asp, or single with one worker"
+            "none for them; use ps-bsp, ps-ssp or ps-asp, all-reduce with servers=1 or more, or single with one worker"
         )
     twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
     if twice is not None:

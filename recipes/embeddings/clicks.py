@@ -2,6 +2,7 @@
 
     python recipes/embeddings/clicks.py
     paceline run recipes/embeddings/clicks.py --strategy ps-asp --workers 2 --option servers=2
+    paceline run recipes/embeddings/clicks.py --strategy all-reduce --workers 2 --option servers=2 --option rows=asp
     python recipes/embeddings/clicks.py --file train.txt --held-out 100000
 
 The model has the shape of DLRM (Naumov et al., "Deep learning recommendation model for personalization and
@@ -23,7 +24,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.nn import ShardedEmbedding
+from paceline.nn import Adagrad, ShardedEmbedding
+
+ROWS = Adagrad(lr=0.1, initial=0.01)
+STD = 0.01
+"""Of the rows at first."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -32,14 +37,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lines", type=int, default=60_000, help="how many are planted")
     parser.add_argument("--held-out", type=int, default=10_000, help="the first lines, which are not trained on")
     parser.add_argument("--rows", type=int, help="have categories share so many rows (default: each has its own)")
+    parser.add_argument("--dense", action="store_true", help="these rows are a parameter, of which each worker has all")
     parser.add_argument("--dim", type=int, default=4, help="elements of a category's vector")
-    parser.add_argument("--optimizer", default="adagrad:lr=0.1:initial=0.01", help="of the rows")
+    parser.add_argument("--optimizer", help=f"of the rows in a table (default {ROWS})")
     parser.add_argument("--lr", type=float, default=0.01, help="of what is no row")
     parser.add_argument("--batch-size", type=int, default=256, help="lines a step")
     parser.add_argument("--passes", type=int, default=1, help="over all lines")
     args = parser.parse_args()
     if args.rows is not None and not 0 < args.rows <= MOST_SHARED:
         parser.error(f"--rows {args.rows}: from 1 to {MOST_SHARED}")
+    if args.dense and (args.rows is None or args.optimizer):
+        parser.error("--dense needs --rows N, and has no --optimizer of its own")
     if args.held_out < 1:
         parser.error(f"--held-out {args.held_out}: at least one line, to judge the model by")
     if args.file is None and args.lines <= args.held_out:
@@ -47,13 +55,21 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+class DenseRows(nn.EmbeddingBag):
+    """What a table is on servers, as a parameter."""
+
+    def __init__(self, num_rows: int, dim: int) -> None:
+        super().__init__(num_rows, dim, mode="sum")
+        nn.init.normal_(self.weight, std=STD)
+
+    def bag(self, keys: Tensor, offsets: Tensor, mode: str) -> Tensor:
+        return self(keys, offsets)
+
+
 class ClickModel(nn.Module):
-    def __init__(self, dim: int, optimizer: str, *, num_rows: int | None = None) -> None:
+    def __init__(self, dim: int, rows: ShardedEmbedding | DenseRows, *, num_rows: int | None = None) -> None:
         super().__init__()
-        self.num_rows = num_rows
-        self.rows = ShardedEmbedding(
-            NUM_KEYS if num_rows is None else num_rows, dim + 1, optimizer=optimizer, name="categories", std=0.01
-        )
+        self.num_rows, self.rows = num_rows, rows
         self.numbers = nn.Sequential(nn.Linear(NUM_COUNTS, 32), nn.ReLU(), nn.Linear(32, dim))
         num_products = (NUM_COLUMNS + 1) * NUM_COLUMNS // 2
         self.top = nn.Sequential(nn.Linear(num_products + dim, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -83,8 +99,13 @@ def main() -> None:
             raise ValueError(f"{source}: --held-out {args.held_out} leaves no lines to train on")
     collate = partial(parse, source=args.file or "planted clicks")
     held_out = list(DataLoader(Lines(source, end=args.held_out), 1_000, collate_fn=collate))
-    model = ClickModel(args.dim, args.optimizer, num_rows=args.rows)
-    optimizer = torch.optim.Adagrad(model.parameters(), args.lr)
+    if args.dense:
+        model = ClickModel(args.dim, DenseRows(args.rows, args.dim + 1), num_rows=args.rows)
+    else:
+        rule, num_rows = args.optimizer or ROWS, args.rows or NUM_KEYS
+        table = ShardedEmbedding(num_rows, args.dim + 1, optimizer=rule, name="categories", std=STD)
+        model = ClickModel(args.dim, table, num_rows=args.rows)
+    optimizer = optimizer_of(model, args.lr)
     loader = DataLoader(Lines(source, begin=args.held_out), args.batch_size, collate_fn=collate)
     model, optimizer, loader = worker.prepare(model, optimizer, loader)
 
@@ -102,6 +123,17 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             worker.log(loss=loss)
+
+
+def optimizer_of(model: ClickModel, lr: float) -> torch.optim.Optimizer:
+    """Of all parameters; rows that are among them are updated as those of a table."""
+    nets = [*model.numbers.parameters(), *model.top.parameters()]
+    dense = list(model.rows.parameters())
+    groups = [{"params": nets}, *([{"params": dense, "lr": ROWS.lr}] if dense else [])]
+    optimizer = torch.optim.Adagrad(groups, lr)
+    for weight in dense:
+        optimizer.state[weight]["sum"].fill_(ROWS.initial)
+    return optimizer
 
 
 def mean_log_loss(model: nn.Module, batches: Sequence[Clicks]) -> float:

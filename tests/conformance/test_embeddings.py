@@ -20,6 +20,8 @@ from paceline.nn import ShardedEmbedding
 from paceline.planner.observing import observe
 from paceline.running.result import Result
 from paceline.server.tables.hashing import normal
+from paceline.strategies import build
+from paceline.training.pauses import MODEL_FILE
 from paceline.training.row_tables import ROWS_FILE
 from paceline.training.snapshot import read_model_file
 from paceline.training.worker import Worker
@@ -36,6 +38,7 @@ ENGINES = [
 USERS = torch.tensor([3, 2**40 - 1, 2**33 + 5, 10, 11, 12, 77, 2**20])
 """Those who come up, of all that there might be."""
 NUM_STEPS = 20
+HYBRID = "all-reduce:rows=asp"
 
 
 def ratings() -> TensorDataset:
@@ -145,8 +148,11 @@ def assert_same_rows(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     [
         ("single", 1, {}),
         ("ps-bsp", 2, {"servers": 3}),
+        ("all-reduce", 2, {"servers": 3}),
+        pytest.param("ps-bsp", 2, {"servers": 5}, marks=SLOW, id="servers-without-parameters"),
         pytest.param("ps-bsp", 2, {}, marks=SLOW),
         pytest.param("ps-bsp", 2, {"servers": 2, "table_mbytes": 0.01}, marks=SLOW, id="in-files"),
+        pytest.param("all-reduce", 2, {"servers": 1, "table_mbytes": 0.01}, marks=SLOW, id="all-reduce-in-files"),
     ],
 )
 def test_rows_equal_a_plain_embedding(
@@ -165,12 +171,14 @@ def test_rows_equal_a_plain_embedding(
 
 
 @pytest.mark.parametrize("run", ENGINES)
-@pytest.mark.parametrize("strategy", ["ps-asp", pytest.param("ps-ssp", marks=SLOW)])
+@pytest.mark.parametrize("strategy", ["ps-asp", HYBRID, pytest.param("ps-ssp", marks=SLOW)])
 def test_asynchronous_workers_learn(run: Any, strategy: str, tmp_path: Path) -> None:
     script = partial(launched, train_for_long, tmp_path)
-    result = run(script, strategy=strategy, workers=2, options={"servers": 2}, out=tmp_path / "run", eval_every=100)
+    result = run(script, strategy=f"{strategy}:servers=2", workers=2, out=tmp_path / "run", eval_every=100)
     errors = [record.metrics["error"] for record in result.evaluations]
     assert errors[-1] < 0.5 * errors[0]
+    if strategy == HYBRID:  # between two of a worker's, the other's of the same step and of the one before
+        assert max(update.staleness for update in result.updates) <= 2
 
 
 def train_for_long(worker: Worker, out: Path) -> None:
@@ -186,26 +194,30 @@ def train_for_long(worker: Worker, out: Path) -> None:
 
 @pytest.mark.parametrize("run", ENGINES)
 def test_one_asynchronous_worker_equals_single(run: Any, tmp_path: Path) -> None:
-    for strategy in ("single", "ps-asp"):
-        out = tmp_path / strategy
+    for strategy in ("single", "ps-asp", f"{HYBRID}:servers=1"):
+        out = tmp_path / strategy.partition(":")[0]
         out.mkdir()
         run(partial(launched, train, out), strategy=strategy, workers=1, out=out / "run")
-    assert_same_rows(rows_of(tmp_path / "single"), rows_of(tmp_path / "ps-asp"))
+        assert_same_rows(rows_of(tmp_path / "single"), rows_of(out))
 
 
 @pytest.mark.parametrize("run", ENGINES)
 @pytest.mark.parametrize(
-    "optimizer",
-    ["adam:lr=0.05", *(pytest.param(each, marks=SLOW) for each in ("row-wise-adagrad:lr=0.3", "ftrl:lr=0.5:l1=0.01"))],
+    ("strategy", "optimizer"),
+    [
+        ("ps-bsp", "adam:lr=0.05"),
+        pytest.param("all-reduce", "adam:lr=0.05", marks=SLOW),
+        *(pytest.param("ps-bsp", each, marks=SLOW) for each in ("row-wise-adagrad:lr=0.3", "ftrl:lr=0.5:l1=0.01")),
+    ],
 )
-def test_a_run_goes_on_with_another_number_of_servers(run: Any, optimizer: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_another_number_of_servers(run: Any, strategy: str, optimizer: str, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    settings = {"strategy": "ps-bsp", "workers": 2, "checkpoint_every": 7}
+    settings = {"strategy": strategy, "workers": 2, "checkpoint_every": 7}
     for out, fails_at in ((whole, None), (broken, 16)):
         out.mkdir()
         script = partial(launched, partial(train, optimizer=optimizer, fails_at=fails_at), out)
         if fails_at is None:
-            run(script, out=out / "run", **settings)
+            run(script, out=out / "run", options={"servers": 1}, **settings)
         else:
             with pytest.raises(RunFailed, match="scripted failure"):
                 run(script, out=out / "failed", options={"servers": 3}, **settings)
@@ -270,40 +282,74 @@ def test_keys_that_are_none(run: Any, key: float, error: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("run", ENGINES)
-@pytest.mark.parametrize("strategy", ["single", "ps-bsp", "ps-asp"])
+@pytest.mark.parametrize("strategy", ["single", "ps-bsp", "ps-asp", f"{HYBRID}:servers=1"])
 def test_gradients_that_are_not_finite(run: Any, strategy: str, tmp_path: Path) -> None:
     script = partial(launched, partial(misuse, factor=float("nan")), tmp_path)
     with pytest.raises(RunFailed, match="the gradient of parameter 'row 12 of table users' on rank 0 is not finite"):
         run(script, strategy=strategy, workers=1, out=tmp_path / "run")
 
 
-def misuse(worker: Worker, out: Path, *, key: float = 12, factor: float = 1.0) -> None:
+def misuse(worker: Worker, out: Path, *, key: float = 12, factor: float = 1.0, only_on: int | None = None) -> None:
     model: Any = tables("sgd")
     loader: Any = DataLoader(ratings(), batch_size=BATCH)
+    if only_on in (None, worker.rank):
+        model.users.register_forward_hook(lambda module, keys, rows: rows * factor)  # the bias' gradient is finite
     model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     for _ in loader:
-        (model(torch.tensor([key]), torch.tensor([0])).sum() * factor).backward()
+        model(torch.tensor([key]), torch.tensor([0])).sum().backward()
         updater.step()
         updater.zero_grad()
 
 
 @pytest.mark.parametrize("nonfinite", ["skip", "allow"])
-def test_what_becomes_of_a_step_with_a_row_that_is_not_finite(nonfinite: str, tmp_path: Path) -> None:
-    """It is left out whole, or refused by the table, which takes none."""
-    script = partial(launched, partial(misuse, factor=float("inf")), tmp_path)
-    run = partial(virtual_engine.run, script, strategy="ps-bsp", workers=2, out=tmp_path / "run")
+@pytest.mark.parametrize("strategy", ["ps-bsp", f"{HYBRID}:servers=2"])
+def test_what_becomes_of_a_step_with_a_row_that_is_not_finite(strategy: str, nonfinite: str, tmp_path: Path) -> None:
+    """On all workers it is left out whole, or refused by the table, which takes none."""
+    script = partial(launched, partial(misuse, factor=float("inf"), only_on=1), tmp_path)
+    run = partial(virtual_engine.run, script, strategy=strategy, workers=2, out=tmp_path / "run")
     if nonfinite == "allow":
         with pytest.raises(RunFailed, match="table 'users': the gradient of key 12 is not finite"):
             run(options={"nonfinite": nonfinite})
         return
     run(options={"nonfinite": nonfinite}, max_steps=5)
     assert rows_of(tmp_path)["users.keys"].tolist() == []
+    assert not read_model_file(tmp_path / "run" / MODEL_FILE)["bias"].any()
 
 
 @pytest.mark.parametrize("strategy", ["all-reduce", "async-diloco", pytest.param("gossip", marks=SLOW)])
 def test_strategies_without_a_place_for_rows_refuse_them(strategy: str, tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="use ps-bsp, ps-ssp or ps-asp, or single with one worker"):
+    with pytest.raises(RunFailed, match="ps-asp, all-reduce with servers=1 or more, or single with one worker"):
         virtual_engine.run(partial(launched, train, tmp_path), strategy=strategy, workers=2, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "error"),
+    [
+        ("all-reduce:rows=asp", "rows=asp has no effect without servers=N"),
+        ("all-reduce:table_dir=/tmp", "table_dir=/tmp has no effect without servers=N"),
+        ("all-reduce:servers=-1", "servers must be at least 0"),
+        ("all-reduce:servers=1:rows=ssp", "rows must be"),
+        ("all-reduce:servers=1:aggregate=median", "aggregate=median does not join the rows"),
+    ],
+)
+def test_options_of_rows_that_make_no_sense(strategy: str, error: str) -> None:
+    with pytest.raises(UsageError, match=error):
+        build(strategy)
+
+
+def test_servers_for_rows_of_which_there_are_none(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="servers hold the rows of tables here, and the model has no ShardedEmbedding"):
+        virtual_engine.run(
+            partial(launched, without_tables, tmp_path),
+            strategy="all-reduce:servers=1",
+            workers=2,
+            out=tmp_path / "run",
+        )
+
+
+def without_tables(worker: Worker, out: Path) -> None:
+    model = nn.Linear(1, 1)
+    worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(ratings(), batch_size=BATCH))
 
 
 def test_an_aggregate_that_rows_do_not_have_is_refused(tmp_path: Path) -> None:
@@ -318,12 +364,13 @@ def test_an_aggregate_that_rows_do_not_have_is_refused(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_gradients_add_up_until_the_step_and_go_with_zero_grad(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ps-bsp", "all-reduce:servers=1"])
+def test_gradients_add_up_until_the_step_and_go_with_zero_grad(strategy: str, tmp_path: Path) -> None:
     """Two halves of a batch are as good as the whole; what was found before zero_grad counts nowhere."""
     for name, script in (("halves", in_halves), ("whole", train)):
         out = tmp_path / name
         out.mkdir()
-        virtual_engine.run(partial(launched, script, out), strategy="ps-bsp", workers=2, out=out / "run")
+        virtual_engine.run(partial(launched, script, out), strategy=strategy, workers=2, out=out / "run")
     assert_same_rows(rows_of(tmp_path / "halves"), rows_of(tmp_path / "whole"))
 
 
@@ -355,10 +402,10 @@ def test_rows_of_late_gradients_are_dropped_with_them(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_rows_are_updated_with_the_first_of_several_optimizers(tmp_path: Path) -> None:
-    virtual_engine.run(
-        partial(launched, train_with_two, tmp_path), strategy="ps-bsp", workers=2, out=tmp_path / "run", max_steps=12
-    )
+@pytest.mark.parametrize("run", ENGINES)
+@pytest.mark.parametrize("strategy", ["ps-bsp", "all-reduce:servers=2"])
+def test_rows_are_updated_with_the_first_of_several_optimizers(run: Any, strategy: str, tmp_path: Path) -> None:
+    run(partial(launched, train_with_two, tmp_path), strategy=strategy, workers=2, out=tmp_path / "run", max_steps=12)
     assert int(rows_of(tmp_path)["users.updates"]) == 12
 
 

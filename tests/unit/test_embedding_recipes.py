@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.errors import RunFailed
+from paceline.nn import ShardedEmbedding
 from paceline.training.row_tables import ROWS_FILE
 from paceline.training.snapshot import read_model_file
 
@@ -147,6 +148,8 @@ def test_pairs_of_words_are_near_each_other(corpus: ModuleType, tmp_path: Path) 
         ("--rows 2147483649", "--rows 2147483649: from 1 to 2147483648"),
         ("--held-out 0", "--held-out 0: at least one line"),
         ("--lines 10000", "--lines 10000: more than --held-out 10000"),
+        ("--dense", "--dense needs --rows N"),
+        ("--dense --rows 9 --optimizer sgd", "and has no --optimizer of its own"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(
@@ -156,6 +159,27 @@ def test_settings_that_make_no_sense_are_refused(
     with pytest.raises(SystemExit):
         clicks.parse_arguments()
     assert says in capsys.readouterr().err
+
+
+def test_dense_rows_learn_what_those_of_a_table_do(
+    criteo: ModuleType, planted_clicks: ModuleType, clicks: ModuleType
+) -> None:
+    """One process, three steps: a row that a batch does not have gets a gradient of 0, which moves nothing."""
+    drawn = [each.text for each in planted_clicks.PlantedClicks().draw(96)]
+    table = ShardedEmbedding(500, 5, optimizer=clicks.ROWS, std=clicks.STD)
+    models = [clicks.ClickModel(4, rows, num_rows=500) for rows in (table, clicks.DenseRows(500, 5))]
+    models[1].load_state_dict({**models[0].state_dict(), "rows.weight": table(torch.arange(500)).detach()})
+    optimizers = [clicks.optimizer_of(model, 0.01) for model in models]
+    for part in range(3):
+        lines = [criteo.Line(n, text) for n, text in enumerate(drawn[32 * part : 32 * (part + 1)])]
+        labels, *seen = criteo.parse(lines, source="planted clicks")
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(model(*seen), labels).backward()
+            optimizer.step()
+        table.update()
+    torch.testing.assert_close(models[1].rows.weight, table(torch.arange(500)))
+    torch.testing.assert_close(models[1].top[0].weight, models[0].top[0].weight)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from paceline.layout import Layout
 from paceline.messages import FRAME_BYTES
 from paceline.server.client_core import ClientCore
 from paceline.server.coded_push import PushCoding
-from paceline.server.ranges import KeyRange, cut
+from paceline.server.ranges import KeyRange, cut, require_some_for_each
 from paceline.server.server_core import Send
 from paceline.server.spec import OptimizerSpec, Push, Reply
 from paceline.server.tables.spec import TableSpec
@@ -49,8 +49,11 @@ class ServerGroup(Store):
         gradients: Tensor,
         *,
         coding: PushCoding | None = None,
+        holds_rows: bool = False,
     ) -> None:
         whole = not spec.element_wise
+        if not holds_rows:
+            require_some_for_each(layout, num_servers=len(self._carrier.beside), whole_tensors=whole)
         # Between hosts a piece is updated, and sent back, while the next one arrives; on one host nothing is gained.
         is_remote = any(self._collective.all_gather_object(not all(self._carrier.beside)))
         ranges = cut(

@@ -32,7 +32,8 @@ from paceline.server.spec import ServerSpec
 def can_lend(spec: ServerSpec) -> bool:
     """Whether a server of this spec may lend its shards: all of a small model, a plain rule, a known optimizer."""
     layout, optimizer = spec.layout, spec.optimizer
-    is_whole = optimizer.element_wise and [spec.pieces] == cut(layout, num_servers=1, whole_tensors=False)
+    pieces = cut(layout, num_servers=1, whole_tensors=False)
+    is_whole = optimizer.element_wise and bool(spec.pieces) and [spec.pieces] == pieces
     is_small = layout.num_bytes <= FRAME_BYTES
     is_plain = spec.rule.is_plain and spec.aggregator == MEAN and optimizer.optimizer_class in STEPS_IN_PLACE
     is_single_or_double = all(segment.dtype in (torch.float32, torch.float64) for segment in layout.segments)

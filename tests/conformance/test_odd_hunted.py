@@ -125,7 +125,6 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "rate found inside": {SERVERS: r"rank \d loads its optimizer's state after the first batch.*or use all-reduce"},
     "decayed by hand, later": {("ps-bsp",): LATE},
     "clipped by own loss": {("all-reduce",): DRIFT, ("ps-bsp",): LATE},
-    "gradients detached and zeroed": {("all-reduce", *SERVERS): r"Can't detach views in-place. Use detach\(\) instead"},
     "head alone": {SERVERS: UNUSED},
     "weights perturbed": {("all-reduce",): PASS, SERVERS: IN_PLACE},
     "weighted by own losses": {EVERYWHERE: OTHER_ORDER},

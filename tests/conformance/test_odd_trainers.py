@@ -85,7 +85,7 @@ QUICK = (
     "tied after",
     "main gradients",
     "master weights",
-    "gradients of before kept",
+    "gradients of before kept detached",
     "a sum, caught",
     "a change, caught",
 )
@@ -97,6 +97,8 @@ IN_PROCESSES = (
     "main gradients",
     "backward in a thread",
     "gradients kept",
+    "gradients kept detached",
+    "gradients' data kept",
     "a sum, caught",
 )
 

@@ -32,7 +32,7 @@ _swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)  # which tor
 def _in_own_storage(view: Tensor) -> Tensor:
     """The same memory, in a storage that no other tensor shares. Changes in place count for both."""
     own = view.detach()
-    own.data = torch.from_dlpack(view)  # type: ignore[attr-defined]
+    own.data = torch.from_dlpack(view)
     return own
 
 

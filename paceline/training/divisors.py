@@ -3,8 +3,7 @@
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -66,8 +65,7 @@ class Divisors:
         """The script calls `backward`. The pass frees what its graph has saved, so this is read before it."""
         begun = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         is_loss = not any(given is not None for given in (*more[:1], named.get("grad_tensors")))
-        roots = [each.grad_fn for each in begun if isinstance(each, Tensor)] if is_loss else []
-        found = list(islice(_divisors_of(roots), _MOST_TERMS))
+        found = _divisors_in([each.grad_fn for each in begun if isinstance(each, Tensor)]) if is_loss else []
         self._is_the_models = False
         result = backward(tensors, *more, **named)
         if self._is_the_models and is_loss:
@@ -118,22 +116,23 @@ def _unlike(passes: Sequence[Sequence[float]]) -> Sequence[float] | None:
     return None
 
 
-def _divisors_of(roots: Sequence[Any]) -> Iterator[_Divisor]:
-    """Of each sum or mean that the losses with these graphs are made of by adding, multiplying and dividing."""
-    left, seen = [(root, 1.0) for root in reversed(roots)], set()
-    while left:
+def _divisors_in(roots: Sequence[Any]) -> list[_Divisor]:
+    """Of the first sums and means that the losses with these graphs are made of by adding, multiplying and dividing."""
+    left, seen, found = [(root, 1.0) for root in reversed(roots)], set(), list[_Divisor]()
+    while left and len(found) < _MOST_TERMS:
         node, divisor = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         inputs = [inner for inner, _ in node.next_functions]
         if node.name() == "DivBackward0":
-            if inputs[1] is None:  # else the quotient is no sum any more
+            if not any(inputs[1:]):  # else the quotient is no sum any more
                 left.append((inputs[0], divisor * _number_in(node, "other")))
         elif node.name() in (*PASSED_THROUGH, *_MULTIPLIED):
             left += [(inner, divisor) for inner in reversed(inputs)]
         elif (own := _own_divisor(node)) is not None:
-            yield _Divisor(divisor * own.value, own.what)
+            found.append(_Divisor(divisor * own.value, own.what))
+    return found
 
 
 def _own_divisor(node: Any) -> _Divisor | None:

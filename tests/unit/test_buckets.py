@@ -131,6 +131,22 @@ def test_gradients_that_a_script_has_kept_stay_what_they_were(how: str) -> None:
     assert script.buckets.buckets[0].flat.data_ptr() == script.parameters[-1].grad.data_ptr()
 
 
+def test_a_kept_gradient_moves_where_torch_cannot_swap_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.buckets._swap", None)
+    test_gradients_that_a_script_has_kept_stay_what_they_were("itself")
+
+
+def test_a_gradient_can_be_detached_in_place() -> None:
+    """As old scripts zero gradients."""
+    script = Script(mlp())
+    for _ in range(2):
+        backward(script.model, X)
+        assert_gradients(script, reference(X))
+        for parameter in script.parameters:
+            parameter.grad.detach_()
+            parameter.grad.zero_()
+
+
 def test_what_shares_a_kept_gradients_memory_goes_on_sharing_it() -> None:
     script = Script(mlp())
     backward(script.model, X)

@@ -62,7 +62,7 @@ from paceline.strategies.held_state import HeldState
 from paceline.strategies.looks import Window
 from paceline.strategies.server_owned import ServerOwned
 from paceline.strategies.untouched import Untouched
-from paceline.training import agreement
+from paceline.training import agreement, divisors
 from paceline.training.clock import TrainingClock
 from paceline.training.given import told_apart
 from paceline.training.handouts import Handouts
@@ -123,7 +123,8 @@ CHECKS: tuple[tuple[Any, str, Any], ...] = (
     *((GradientReads, name, nothing) for name in ("begin", "end")),
     (serving, "digest", lambda tensors: ""),
     (serving, "next_look", lambda step: step + 1),
-    *((SameGradients, name, nothing) for name in ("begin", "hand_out", "_take")),
+    *((SameGradients, name, nothing) for name in ("begin", "hand_out", "_take", "close")),
+    (divisors, "_divisors_in", lambda roots: []),
     (Handouts, "_require_all_samples", nothing),
     (agreement, "digest", lambda tensors: ""),
     (agreement, "settings_of", lambda optimizer: ()),

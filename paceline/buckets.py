@@ -25,13 +25,26 @@ _TURNS, _HALF_TURNS = 16, 3  # how many are told apart
 _LEAST_VARIANCE = 1e-3
 
 
-def _references_to(views: list[Tensor]) -> int:
-    """How many references this version of Python counts to a view that nobody else holds; `adopt` compares with it."""
+_count_uses: Callable[[int], int] = torch._C._storage_Use_Count
+_swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)  # which torch has not always had
+
+
+def _in_own_storage(view: Tensor) -> Tensor:
+    """The same memory, in a storage that no other tensor shares. Changes in place count for both."""
+    own = view.detach()
+    own.data = torch.from_dlpack(view)
+    return own
+
+
+def _uses_of(views: list[Tensor]) -> tuple[int, int]:
+    """How many references this version of Python counts to a view that nobody else holds, and how many torch does to
+    its storage; `adopt` compares with them."""
     view = views[0]
-    return sys.getrefcount(view)
+    storage = view.untyped_storage()
+    return sys.getrefcount(view), _count_uses(storage._cdata)
 
 
-_OWN_REFERENCES = _references_to([torch.zeros(1)])
+_OWN_REFERENCES, _OWN_USES = _uses_of([_in_own_storage(torch.zeros(1))])
 
 
 class OutOfTurn(Exception):
@@ -70,7 +83,8 @@ class GradientBuckets:
     ) -> None:
         self.layout = layout
         self.parameters = list(parameters)
-        self.views = layout.views(buffer)
+        self.views = list(map(_in_own_storage, layout.views(buffer)))
+        self._storages = [view.untyped_storage() for view in self.views]
         self._places = [view.data_ptr() for view in self.views]
         flats = [segment.view(buffer) for segment in layout.segments]
         ends = [flat.numel() - segment.tail for flat, segment in zip(flats, layout.segments, strict=True)]
@@ -215,7 +229,9 @@ class GradientBuckets:
             parameter, view = self.parameters[index], self.views[index]
             gradient = _grad_of(parameter)
             used.append(0.0 if gradient is None else 1.0)
-            if gradient is not view and sys.getrefcount(view) > _OWN_REFERENCES:
+            if gradient is not view and (
+                sys.getrefcount(view) > _OWN_REFERENCES or _count_uses(self._storages[index]._cdata) > _OWN_USES
+            ):
                 self._leave_to_script(index)
                 view = self.views[index]
             if gradient is None:
@@ -233,10 +249,19 @@ class GradientBuckets:
         return used
 
     def _leave_to_script(self, index: int) -> None:
-        """The script has kept a gradient of an earlier pass: it moves elsewhere, before another one takes its place."""
+        """The script has kept a gradient of an earlier pass, or another tensor of its memory: all of these move
+        elsewhere together, before another gradient takes the place."""
         kept = self.views[index]
-        self.views[index] = kept.detach()
-        kept.data = kept.clone()
+        self.views[index] = view = kept.detach()
+        elsewhere = kept.clone()
+        if _swap is None:
+            kept.data = elsewhere
+            return
+        storage, self._storages[index] = self._storages[index], elsewhere.untyped_storage()
+        _swap(storage, self._storages[index])
+        view.data = elsewhere
+        # An array of numpy's that the script has made of it has not moved: the memory stays for as long.
+        storage.__dict__["_paceline_memory"] = self.buckets[self._bucket_of[index]].flat
 
     def _announce(self) -> None:
         self.adopt(self._next_bucket)

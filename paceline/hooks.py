@@ -1,9 +1,16 @@
-"""Hooks on a script's module that stay with it, whatever the script copies or saves, and who hears of their errors."""
+"""Hooks on a script's module that stay with it, whatever the script copies or saves, and who hears of their errors;
+listening to calls of functions that tell nobody."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
+from types import FrameType
 from typing import Any, final
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakSet
+
+import torch
 
 from paceline.errors import PacelineError
 
@@ -60,6 +67,67 @@ class OwnHook:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
         return _no_hook, ()
+
+
+@final
+class Listening:
+    """Has workers hear of calls of a function that the whole process shares, while any of them listens: each of its
+    own.
+
+    Args:
+        owner: what has the function as its attribute `name`.
+        call: takes the call, and is given who listens, the function, and its arguments.
+    """
+
+    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        self._owner, self._name, self._call = owner, name, call
+        self._listening: WeakSet[Any] = WeakSet()
+        self._own: Callable[..., Any] | None = None
+        self._heard: Callable[..., Any] | None = None
+        self._here: ContextVar[Any] = ContextVar(f"listening_to_{name}", default=None)
+        """Who listens here: virtual workers have a context each."""
+
+    def add(self, listener: Any) -> None:
+        self._listening.add(listener)
+        self._here.set(listener)
+        if self._own is not None:
+            return
+        self._own = own = getattr(self._owner, self._name)
+
+        @wraps(own)
+        def heard(*arguments: Any, **named: Any) -> Any:
+            listener = self._here.get()
+            if listener is None or listener not in self._listening:
+                return own(*arguments, **named)
+            return self._call(listener, own, *arguments, **named)
+
+        self._heard = heard
+        setattr(self._owner, self._name, heard)
+
+    def remove(self, listener: Any) -> None:
+        self._listening.discard(listener)
+        if not self._listening and self._own is not None and getattr(self._owner, self._name) is self._heard:
+            setattr(self._owner, self._name, self._own)
+            self._own = None
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Nobody hears of calls inside."""
+        before = self._here.set(None)
+        try:
+            yield
+        finally:
+            self._here.reset(before)
+
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+
+
+def place_of(frame: FrameType) -> str:
+    """Where a script calls what runs in this frame, as `train.py:31`: torch's own files are passed over."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _nothing(*_: object) -> None:

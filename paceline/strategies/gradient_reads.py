@@ -1,20 +1,19 @@
 """Notices a script that reads gradients, at no cost outside the steps in which somebody looks."""
 
 import inspect
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from paceline.hooks import place_of
 
 _GRADIENT: Any = Tensor.grad
 _CLEARING = {inspect.unwrap(kind.zero_grad).__code__ for kind in (Optimizer, nn.Module)}
 """Looks at gradients to throw them away, which a script may do to those of an optimizer that it does not step."""
 _MARK = "_paceline_gradient_read"
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 @final
@@ -47,9 +46,7 @@ class _Watched(nn.Parameter):
     def grad(self) -> Any:
         reader = sys._getframe(1)
         if reader.f_code not in _CLEARING:
-            while reader.f_back is not None and reader.f_code.co_filename.startswith(_TORCH):
-                reader = reader.f_back
-            self.__dict__[_MARK] = f"{os.path.basename(reader.f_code.co_filename)}:{reader.f_lineno}"
+            self.__dict__[_MARK] = place_of(reader)
         return _GRADIENT.__get__(self)
 
     @grad.setter

@@ -74,12 +74,13 @@ class Agreement:
         parameters = digest(each for _, each in named_parameters_of(replica.model)) if looks else None
         self._took_s = run.context.pacing.now_s() - before_s if looks else self._took_s
         alike = run.prepared.same_gradients
-        gradients = alike.said() if alike is not None else []
+        gradients, divisors = (alike.said(), alike.divisors.said()) if alike is not None else ([], [])
         weights = alike.weights.said() if alike is not None and self._were_alike else []
         if alike is not None and not is_last:
             alike.begin()
         return {
             "gradients": gradients,
+            "divisors": divisors,
             "weights": weights,
             "progress": list(run.prepared.handouts.progress()),
             "settings": hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest(),
@@ -103,6 +104,7 @@ class Agreement:
         alike = self._run.prepared.same_gradients
         if alike is not None:
             alike.compare([report["gradients"] for report in reports])
+            alike.divisors.compare([report["divisors"] for report in reports])
             names = [spec.name for spec in self._run.prepared.replica.specs]
             alike.weights.compare([report["weights"] for report in reports], names, self._run.context.collective)
         before_s = self._run.context.pacing.now_s()

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.hooks import OwnHook
 from paceline.strategies.digests import digest
+from paceline.training.divisors import Divisors
 from paceline.training.same_weights import SameWeights
 from paceline.training.sharding import DIFFERS
 from paceline.training.sharding.contents import tensors_in
@@ -29,10 +30,17 @@ class SameGradients:
     next one. Such a script trains on tensors that it slices or draws itself, alike on every rank."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], *, size: int, is_first: bool, is_off: Callable[[], bool]
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        size: int,
+        is_first: bool,
+        is_off: Callable[[], bool],
+        num_samples: Callable[[], int],
     ) -> None:
         self.weights = SameWeights(parameters, is_off=is_off, some_of=_some_of)
-        """In the same backward passes."""
+        self.divisors = Divisors(is_first=is_first, num_samples=num_samples)
+        """These look at the same backward passes."""
         self._parameters, self._size, self._is_first = parameters, size, is_first
         self._hooks: list[RemovableHandle] = []
         self._gradients: dict[str, None] = {}
@@ -49,6 +57,7 @@ class SameGradients:
         """Look at the next steps."""
         self._gradients, self._num_steps = {}, 0
         self.weights.begin()
+        self.divisors.begin()
         if not self._hooks:
             self._hooks = [
                 parameter.register_hook(OwnHook(partial(self._take, number)))
@@ -97,10 +106,12 @@ class SameGradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self.divisors.close()
 
     def _take(self, number: int, gradient: Tensor) -> None:
         """Nothing is told by gradients that are zero or not finite; sparse ones are refused where they arrive."""
         self.weights.take(number)
+        self.divisors.take()
         if gradient.layout is not torch.strided:
             return
         some = _some_of(gradient)

@@ -148,7 +148,7 @@ class Session:
         optimizers, names = given.optimizers, given.optimizer_names
         states = ExtraStates(model) if self.run.reporter.keeps_files else None
         extra = {**given.extra, **({NAME: states} if states else {})}
-        alike = self._same_gradients(whole, loaders)
+        alike = self._same_gradients(whole, loaders, batches)
         self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, alike, extra))
         if alike is not None:
             self._at_release.callback(alike.close)
@@ -289,7 +289,9 @@ class Session:
         )
         return Feed(loader, handouts)
 
-    def _same_gradients(self, whole: Replica, loaders: Mapping[str, ShardedLoader]) -> SameGradients | None:
+    def _same_gradients(
+        self, whole: Replica, loaders: Mapping[str, ShardedLoader], batches: Batches
+    ) -> SameGradients | None:
         context = self.run.context
         is_meant = any(getattr(loader.dataset, DIFFERS, False) for loader in loaders.values())
         if not context.has_peers or not self.run.traits.lock_step or is_meant:
@@ -299,7 +301,12 @@ class Session:
             size=context.size,
             is_first=context.is_first,
             # Servers refuse whatever change of weights there is.
+<<<<<<< HEAD
             is_off=lambda: self.run.traits.servers_own_model or self.course.is_pausing,
+=======
+            is_off=lambda: self.run.traits.num_servers > 0 or self.course.is_pausing,
+            num_samples=lambda: batches.num_samples,
+>>>>>>> wt-weights
         )
 
     def _summed_loss(self, whole: Replica, batches: Batches) -> SummedLoss | None:

@@ -1,5 +1,4 @@
-"""Notices a loss that is a sum over its batch, or divided by what its batch weighs, where workers average gradients as
-if it were a mean."""
+"""Notices a loss that is a sum over its batch, where workers average gradients as if it were a mean."""
 
 import sys
 import threading
@@ -14,18 +13,9 @@ from torch import Tensor, nn
 
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
-from paceline.training.terms import PASSED_THROUGH, SCALED, Terms, terms_of
+from paceline.training.terms import SUM, Terms, terms_of
 
 _BACKWARD = torch.autograd.backward.__code__
-_MEAN, _SUM = 1, 2  # of `reduction`, as torch's losses keep it for their backward pass
-_NOT_GIVEN = -100 % 2**64  # of `ignore_index`, as nodes keep it
-_WEIGHTS, _NUMBER = "the weights of the classes", "the number of samples without ignore_index"
-_WEIGHTS_LEFT = f"{_WEIGHTS} without ignore_index"
-_DIVISORS = {
-    _WEIGHTS: "weight[labels].sum()",
-    _NUMBER: "(labels != ignore_index).sum()",
-    _WEIGHTS_LEFT: "weight[labels[labels != ignore_index]].sum()",
-}
 
 
 @final
@@ -45,7 +35,6 @@ class SummedLoss:
         self.has_looked = False
         self._begun: list[Any] = []  # what the pass that was looked at last began at
         self._terms = Terms()
-        self._own_mean: str | None = None
         self._thread = threading.get_ident()
         self._hooks = [when_gradient_is_ready(parameter, self._look, 0) for parameter in parameters]
 
@@ -56,18 +45,9 @@ class SummedLoss:
     def end_step(self) -> None:
         """The first step's gradients are there. Warns, on rank 0, where its passes were of parts of a batch: it is no
         error, since the script may have divided the gradients. So it does of as many terms as samples that share
-        nothing, which may be of a model each, and of a mean by what each worker's own batch weighs."""
+        nothing, which may be of a model each."""
         if self._rank != 0:
             return
-        if self._own_mean is not None:
-            warnings.warn(
-                f"the loss is divided by {self._own_mean} of each worker's own batch, and workers average such losses; "
-                "one process would divide once, by that of all their batches. For the same, with x the batch and "
-                "`summed` its loss with reduction='sum': "
-                f"total, num = worker.all_reduce_tree([{_DIVISORS[self._own_mean]}, len(x)], op='sum'); "
-                "loss = summed / total * num / len(x)",
-                stacklevel=4,
-            )
         num_samples = self._num_samples()
         if self._terms.are_parts(num_samples):
             what = "the script calls backward() for one part of a batch after the other"
@@ -97,7 +77,6 @@ class SummedLoss:
         self._begun = begun
         if gradients is None:
             self._terms.add_pass(begun)
-            self._own_mean = next(filter(None, map(_own_mean_in, begun)), None)
         num_samples = self._num_samples()
         culprit = None if self.has_looked else next(filter(None, _sums(begun, gradients, num_samples)), None)
         if culprit is None and self._terms.are_one_a_sample(num_samples):
@@ -120,33 +99,6 @@ def _sums(begun: Sequence[Any], gradients: Any, num_samples: int) -> Iterator[st
         yield "backward(ones)"
 
 
-def _own_mean_in(root: Any) -> str | None:
-    """What one of torch's losses divides by, if it is not the number of samples."""
-    left, seen = [root], set()
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() in (*PASSED_THROUGH, *SCALED):
-            left += [inner for inner, _ in node.next_functions]
-        if getattr(node, "_saved_reduction", None) != _MEAN or not hasattr(node, "_saved_ignore_index"):
-            continue
-        leaves_out = node._saved_ignore_index != _NOT_GIVEN
-        if _has_weight(node):
-            return _WEIGHTS_LEFT if leaves_out else _WEIGHTS
-        if leaves_out:
-            return _NUMBER
-    return None
-
-
-def _has_weight(node: Any) -> bool:
-    try:
-        return node._saved_weight is not None
-    except RuntimeError:  # it is gone by now, so it was there
-        return True
-
-
 def _backward_above(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code is not _BACKWARD:
         frame = frame.f_back
@@ -166,7 +118,7 @@ def _sum_in(node: Any, num_samples: int) -> str | None:
     if node is not None and node.name() == "SumBackward0" and sizes and sizes[0] == num_samples:
         return "sum()"
     terms = list(terms_of(node))
-    summed = next((term for term in terms if getattr(term, "_saved_reduction", None) == _SUM), None)
+    summed = next((term for term in terms if getattr(term, "_saved_reduction", None) == SUM), None)
     if summed is not None:
         return f"{summed.name().removesuffix('Backward0')} with reduction='sum'"
     return None

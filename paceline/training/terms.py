@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 PASSED_THROUGH = ("AddBackward0", "SubBackward0", "NegBackward0")
+MEAN, SUM = 1, 2
+"""Of `reduction`, as torch's losses keep it for their backward pass."""
 SCALED = ("MulBackward0", "MulBackward1", "DivBackward0")
 _CUTS = ("SelectBackward0", "SliceBackward0", "UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0")
 _OF_CLASSES = "NllLoss"  # its input may be one sample's, with a row of classes and no more
@@ -86,7 +88,7 @@ def _are_alike(terms: Sequence[_Term]) -> bool:
 
 def _described(node: Any) -> _Term:
     inputs = [inner for inner, _ in node.next_functions if inner is not None]
-    shape = _shape_after(inputs[0]) if inputs else ()
+    shape = shape_after(inputs[0]) if inputs else ()
     is_single = not shape or (len(shape) == 1 and node.name().startswith(_OF_CLASSES))
     nodes, lengths, left = {node}, set(), list(inputs)
     while left and len(nodes) < _MOST_NODES:
@@ -101,7 +103,7 @@ def _described(node: Any) -> _Term:
     return _Term(node.name(), 1 if is_single else shape[0], frozenset(nodes), frozenset(lengths))
 
 
-def _shape_after(node: Any) -> tuple[int, ...]:
+def shape_after(node: Any) -> tuple[int, ...]:
     """Of what the node's operation computed. What it has saved may be gone by now."""
     found = getattr(node, "_input_metadata", ())
     return tuple(found[0].shape) if found else ()

@@ -24,22 +24,34 @@ from tests.conformance.odd_recipes import loss_of
 from tests.conformance.scripts import BATCH_SIZE, NUM_CLASSES, loader_of, momentum, perceptron, samples
 
 
-def two_tasks(model: nn.Module, optimizer: Optimizer, batch: Any) -> None:
+def itself(parameter: nn.Parameter) -> Any:
+    return parameter.grad
+
+
+def detached(parameter: nn.Parameter) -> Any:
+    return parameter.grad.detach()  # type: ignore[union-attr]
+
+
+def data(parameter: nn.Parameter) -> Any:
+    return parameter.grad.data  # type: ignore[union-attr]
+
+
+def two_tasks(model: nn.Module, optimizer: Optimizer, batch: Any, *, keep: Callable[[nn.Parameter], Any]) -> None:
     """Keeps the gradients of one task while those of the other are computed."""
     optimizer.zero_grad()
     output = model(batch[0])
     F.cross_entropy(output, batch[1]).backward(retain_graph=True)
-    first = [parameter.grad for parameter in model.parameters()]
+    first = list(map(keep, model.parameters()))
     optimizer.zero_grad()
     output.square().mean().backward()
     for parameter, kept in zip(model.parameters(), first, strict=True):
-        parameter.grad = 0.7 * kept + 0.3 * parameter.grad  # type: ignore[operator]
+        parameter.grad = 0.7 * kept + 0.3 * parameter.grad
     optimizer.step()
 
 
-def with_those_before(run: Run) -> None:
+def with_those_before(run: Run, *, keep: Callable[[nn.Parameter], Any]) -> None:
     """Adds half of the last step's gradients."""
-    mine = [parameter.grad for parameter in run.model.parameters()]
+    mine = list(map(keep, run.model.parameters()))
     for parameter, before in zip(run.model.parameters(), getattr(run, "before", []), strict=False):
         parameter.grad = parameter.grad + 0.5 * before
     run.before = mine  # type: ignore[attr-defined]
@@ -207,8 +219,12 @@ def with_tail(worker: Any) -> DataLoader[Any]:
 
 
 SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
-    "gradients kept": partial(own_loop, step=two_tasks),
-    "gradients of before kept": partial(train, backward=with_those_before),
+    "gradients kept": partial(own_loop, step=partial(two_tasks, keep=itself)),
+    "gradients of before kept": partial(train, backward=partial(with_those_before, keep=itself)),
+    "gradients kept detached": partial(own_loop, step=partial(two_tasks, keep=detached)),
+    "gradients of before kept detached": partial(train, backward=partial(with_those_before, keep=detached)),
+    "gradients' data kept": partial(own_loop, step=partial(two_tasks, keep=data)),
+    "gradients' data of before kept": partial(train, backward=partial(with_those_before, keep=data)),
     "a sum, caught": partial(catching, step=summed),
     "a change, caught": partial(catching, step=changed_alone),
     "a bad batch, caught": partial(catching, step=bad_batch),

@@ -93,6 +93,33 @@ def weighed_by_all(worker: Any) -> nn.Module:
     return model
 
 
+def masked_mean(model: nn.Module, optimizer: Optimizer, batch: Any) -> None:
+    """Over those samples that are of some classes."""
+    x, y, *_ = batch
+    optimizer.zero_grad()
+    mask = (y < 2).to(x.dtype)
+    losses = F.cross_entropy(model(x), y, reduction="none")
+    ((losses * mask).sum() / mask.sum().clamp(min=1)).backward()
+    optimizer.step()
+
+
+def weighed_by_hand(model: nn.Module, optimizer: Optimizer, batch: Any) -> None:
+    """A mean by weights of classes."""
+    x, y, *_ = batch
+    optimizer.zero_grad()
+    weights = torch.arange(1.0, 5.0, dtype=x.dtype)[y]
+    ((weights * F.cross_entropy(model(x), y, reduction="none")).sum() / weights.sum()).backward()
+    optimizer.step()
+
+
+def weighed(model: nn.Module, optimizer: Optimizer, batch: Any) -> None:
+    """The same by torch."""
+    x, y, *_ = batch
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y, torch.arange(1.0, 5.0, dtype=x.dtype)).backward()
+    optimizer.step()
+
+
 def of_all(worker: Any, tensor: Tensor) -> Tensor:
     return torch.cat(worker.all_gather(tensor)) if hasattr(worker, "all_gather") else tensor
 
@@ -119,4 +146,7 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "as many losses as samples": partial(own_loop, step=several_losses),
     "weighed by gradients": partial(weigh_by_norm, first=1),
     "others' outputs in the loss": contrastive,
+    "a masked mean": partial(own_loop, step=masked_mean),
+    "weighed by hand": partial(own_loop, step=weighed_by_hand),
+    "weighed by torch": partial(own_loop, step=weighed),
 }

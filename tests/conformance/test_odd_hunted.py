@@ -65,6 +65,7 @@ OWN_CHANGE = r"step \d: the script has changed the mean gradient of '\d\.weight'
 CONVERTED = r"parameter '\d\.\w+' (is torch.float32 instead of|was moved or converted).*convert it before prepare"
 BESIDE = r"rank \d: the script takes a batch for every step from a loader of TensorDataset .*give prepare every loader"
 ALIKE = r"all 2 ranks compute the same gradients, step after step, .*Loop over what prepare returned"
+OWN_DIVISOR = r"the loss at .* is divided by .* of each worker's own batch"
 OTHER_ORDER = r"epoch 1: the sampler of the loader 'loader' draws another order on rank 1 .*the same on every rank"
 LATE = r"step 5: the script changed gradients .* on rank \d.*use --option combine=always"
 UNUSED = r"step 1: parameter '(heads\.0|1)\.weight' has no gradient on rank \d.*or use all-reduce"
@@ -125,7 +126,6 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "rate found inside": {SERVERS: r"rank \d loads its optimizer's state after the first batch.*or use all-reduce"},
     "decayed by hand, later": {("ps-bsp",): LATE},
     "clipped by own loss": {("all-reduce",): DRIFT, ("ps-bsp",): LATE},
-    "gradients detached and zeroed": {("all-reduce", *SERVERS): r"Can't detach views in-place. Use detach\(\) instead"},
     "head alone": {SERVERS: UNUSED},
     "weights perturbed": {("all-reduce",): PASS, SERVERS: IN_PLACE},
     "weighted by own losses": {EVERYWHERE: OTHER_ORDER},
@@ -146,7 +146,9 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
 }
 RANDOM = ("initialised anew", "noise on gradients", "a new head")
 """What these draw is each rank's own."""
-OWN = ("augmented at random", "tensors beside", "tensors in turns", "others' outputs in the loss")
+DIVIDED = ("a masked mean", "weighed by hand", "weighed by torch")
+"""By what each worker's own batch weighs: told where workers average such losses."""
+OWN = ("augmented at random", "tensors beside", "tensors in turns", "others' outputs in the loss", *DIVIDED)
 """What docs/script.md says to be each worker's own."""
 QUICK = (
     "weighted by own losses",
@@ -183,9 +185,11 @@ def refusal(name: str, strategy: str) -> str | None:
 
 def marks(engine: str, strategy: str, name: str) -> list[Any]:
     is_quick = (engine, strategy) == ("virtual", "ps-bsp") and name in QUICK
-    # Ranks that slice the same tensors are warned; all others must not be.
-    alike = [pytest.mark.filterwarnings(f"ignore:{ALIKE}")] if name == "tensors in turns" else []
-    return alike if is_quick else [*alike, pytest.mark.slow]
+    by_own = (*DIVIDED, "collation that filters")
+    # Ranks that slice the same tensors are warned, and those that divide by their own; all others must not be.
+    told = {"tensors in turns": ALIKE, **dict.fromkeys(by_own if strategy in JOINT else (), OWN_DIVISOR)}
+    ignored = [pytest.mark.filterwarnings(f"ignore:{told[name]}")] if name in told else []
+    return ignored if is_quick else [*ignored, pytest.mark.slow]
 
 
 def cases() -> list[Any]:
@@ -202,7 +206,8 @@ def cases() -> list[Any]:
 @pytest.mark.filterwarnings("ignore:after its last step the script changed parameter")
 @pytest.mark.filterwarnings("ignore:rank .* all_gather of a tensor that requires a gradient")
 def test_hunted_scripts(engine: str, strategy: str, name: str, tmp_path: Path) -> None:
-    is_compared = name not in OWN and (strategy in JOINT or name not in RANDOM)
+    is_own = name in OWN and not (name in DIVIDED and strategy not in JOINT)
+    is_compared = not is_own and (strategy in JOINT or name not in RANDOM)
     judge(SCRIPTS[name], engine, strategy, refusal(name, strategy), tmp_path, is_compared=is_compared)
 
 
@@ -272,6 +277,13 @@ def test_ranks_that_train_on_the_same_data_are_told(tmp_path: Path) -> None:
         virtual_engine.run(
             partial(launched, SCRIPTS["tensors in turns"]), strategy="all-reduce", workers=2, out=tmp_path
         )
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("strategy", ["all-reduce", pytest.param("ps-bsp", marks=pytest.mark.slow)])
+def test_a_mean_by_what_each_ranks_own_batch_weighs_is_told(strategy: str, name: str, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"the loss at odd_losses\.py:\d+ .*worker\.all_reduce_tree"):
+        virtual_engine.run(partial(launched, SCRIPTS[name]), strategy=strategy, workers=2, out=tmp_path)
 
 
 class Constant(Dataset[Any]):

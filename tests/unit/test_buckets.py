@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -107,16 +108,67 @@ def test_gradients_are_views_however_they_were_cleared(clear: Callable[[Script],
     assert script.announced == script.whole_pass * 3
 
 
-def test_gradients_that_a_script_has_kept_stay_what_they_were() -> None:
+KEEP: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda gradient: gradient,
+    "detached": lambda gradient: gradient.detach(),
+    "its data": lambda gradient: gradient.data,
+    "a part": lambda gradient: gradient[:1],
+}
+
+
+@pytest.mark.parametrize("how", KEEP)
+def test_gradients_that_a_script_has_kept_stay_what_they_were(how: str) -> None:
+    script = Script(mlp())
+    kept, expected = [], []
+    for scale in (1, 2, 3):
+        clear_to_none(script)
+        backward(script.model, scale * X)
+        assert_gradients(script, reference(scale * X))
+        kept += [KEEP[how](parameter.grad) for parameter in script.parameters]
+        expected += map(KEEP[how], reference(scale * X))
+    for gradient, before in zip(kept, expected, strict=True):
+        torch.testing.assert_close(gradient, before, rtol=1e-6, atol=1e-7)
+    assert script.buckets.buckets[0].flat.data_ptr() == script.parameters[-1].grad.data_ptr()
+
+
+def test_a_kept_gradient_moves_where_torch_cannot_swap_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.buckets._swap", None)
+    test_gradients_that_a_script_has_kept_stay_what_they_were("itself")
+
+
+def test_a_gradient_can_be_detached_in_place() -> None:
+    """As old scripts zero gradients."""
+    script = Script(mlp())
+    for _ in range(2):
+        backward(script.model, X)
+        assert_gradients(script, reference(X))
+        for parameter in script.parameters:
+            parameter.grad.detach_()
+            parameter.grad.zero_()
+
+
+def test_what_shares_a_kept_gradients_memory_goes_on_sharing_it() -> None:
     script = Script(mlp())
     backward(script.model, X)
-    kept = [parameter.grad for parameter in script.parameters]
+    kept, part = script.parameters[0].grad.detach(), script.parameters[0].grad[0]
+    array = script.parameters[1].grad.numpy()
     clear_to_none(script)
     backward(script.model, 2 * X)
+    kept.zero_()
+    assert not part.any()
     assert_gradients(script, reference(2 * X))
-    for gradient, expected in zip(kept, reference(X), strict=True):
-        torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
-    assert script.buckets.buckets[0].flat.data_ptr() == script.parameters[-1].grad.data_ptr()
+    del script
+    gc.collect()
+    assert np.isfinite(array).all()  # which shows the next gradients, and stays memory
+
+
+def test_gradients_that_nobody_keeps_do_not_move() -> None:
+    script = Script(mlp())
+    for _ in range(3):
+        storages = [view.untyped_storage()._cdata for view in script.buckets.views]
+        clear_to_none(script)
+        backward(script.model, X)
+        assert [view.untyped_storage()._cdata for view in script.buckets.views] == storages
 
 
 def test_gradients_accumulate_over_two_backward_passes() -> None:
@@ -202,8 +254,9 @@ def test_flags_tell_which_parameters_have_gradients() -> None:
     script = Script(Branches(), bucket_bytes=10**6)
     script.model(X, [1, 3]).backward()
     buckets = script.buckets
-    for view in buckets.views:
-        assert view.untyped_storage().data_ptr() == buckets.buckets[0].flat.untyped_storage().data_ptr()
+    first, *_, last = sorted(view.data_ptr() for view in buckets.views)
+    flat = buckets.buckets[0].flat
+    assert first == flat.data_ptr() < last < flat.data_ptr() + flat.nbytes
     buckets.views[0].fill_(99.0)  # stale: the parameter has no gradient
     buckets.adopt(0)
     buckets.fill_flags(0, stop=True, nonfinite=False)

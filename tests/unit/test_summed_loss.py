@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -59,27 +58,6 @@ def test_a_sum_is_noticed_from_another_thread() -> None:
 
 def test_a_mean_is_not() -> None:
     train(reduction="mean")
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"weight": torch.ones(2)}, "the weights of the classes"),
-        ({"weight": torch.ones(2), "label_smoothing": 0.1}, "the weights of the classes"),
-        ({"weight": torch.ones(2), "ignore_index": 1}, "the weights of the classes without ignore_index"),
-        ({"ignore_index": 1}, "the number of samples without ignore_index"),
-        ({}, ""),
-        ({"label_smoothing": 0.1}, ""),
-    ],
-)
-def test_what_a_batch_weighs_is_told(settings: dict[str, Any], says: str) -> None:
-    model = nn.Linear(3, 2)
-    watch = SummedLoss(list(model.parameters()), rank=0, size=2, num_samples=lambda: NUM_SAMPLES)
-    labels = torch.zeros(NUM_SAMPLES, dtype=torch.int64)
-    (0.5 * nn.functional.cross_entropy(model(torch.ones(NUM_SAMPLES, 3)), labels, **settings)).backward()
-    with pytest.warns(UserWarning, match=f"divided by {says} of each worker's own batch") if says else nullcontext():
-        watch.end_step()
-    watch.close()
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])

@@ -3,17 +3,15 @@
 torch tells nobody that a loader is read. So all loaders of this process are listened to while somebody watches.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, final
-from weakref import WeakSet, ref
+from weakref import ref
 
 from torch.utils.data import DataLoader, DistributedSampler
 
 from paceline.errors import UsageError
+from paceline.hooks import Listening
 from paceline.training.sharding.part import DIFFERS
 
 _NUM_STEPS = 3
@@ -45,7 +43,6 @@ class UnpreparedLoaders:
         self._num_prepared = 0
         if size > 1:
             _listening.add(self)
-            _here.set(self)
 
     def begin_pass(self, loader: DataLoader[Any], batches: Any) -> None:
         """The script begins to read a loader."""
@@ -88,47 +85,12 @@ class UnpreparedLoaders:
         _listening.remove(self)
 
 
-@contextmanager
-def reading_prepared() -> Iterator[None]:
-    """What is read inside is read for a loader that was prepared."""
-    before = _here.set(None)
-    try:
-        yield
-    finally:
-        _here.reset(before)
+def _begin_pass(watch: UnpreparedLoaders, own: Callable[[DataLoader[Any]], Any], loader: DataLoader[Any]) -> Any:
+    batches = own(loader)
+    watch.begin_pass(loader, batches)
+    return batches
 
 
-@final
-class _Listening:
-    """To every loader of the process, while somebody watches."""
-
-    def __init__(self) -> None:
-        self._watching: WeakSet[UnpreparedLoaders] = WeakSet()
-        self._own: Callable[[DataLoader[Any]], Any] | None = None
-        self._begin: Callable[[DataLoader[Any]], Any] | None = None
-
-    def add(self, watch: UnpreparedLoaders) -> None:
-        self._watching.add(watch)
-        if self._own is None:
-            self._own = own = DataLoader.__iter__
-
-            @wraps(own)
-            def begin(loader: DataLoader[Any]) -> Any:
-                batches = own(loader)
-                watch = _here.get()
-                if watch is not None and watch in self._watching:
-                    watch.begin_pass(loader, batches)
-                return batches
-
-            self._begin = begin
-            DataLoader.__iter__ = begin  # type: ignore[method-assign]
-
-    def remove(self, watch: UnpreparedLoaders) -> None:
-        self._watching.discard(watch)
-        if not self._watching and self._own is not None and DataLoader.__iter__ is self._begin:
-            DataLoader.__iter__, self._own = self._own, None  # type: ignore[method-assign]
-
-
-_here: ContextVar[UnpreparedLoaders | None] = ContextVar("unprepared_loaders", default=None)
-"""The watch of the worker that runs here: virtual ones have a context each."""
-_listening = _Listening()
+_listening = Listening(DataLoader, "__iter__", _begin_pass)
+reading_prepared = _listening.unheard
+"""What is read inside is read for a loader that was prepared."""

@@ -1,0 +1,171 @@
+"""Notices a loss that each rank divides by what its own batch weighs, where workers average such losses."""
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from paceline.hooks import Listening, place_of
+from paceline.training.terms import MEAN, PASSED_THROUGH, SUM, shape_after
+
+_MULTIPLIED = ("MulBackward0", "MulBackward1")
+_NOT_GIVEN = -100 % 2**64  # of `ignore_index`, as nodes keep it
+_WEIGHTS, _NUMBER = "the weights of the classes", "the number of samples without ignore_index"
+_WEIGHTS_LEFT = f"{_WEIGHTS} without ignore_index"
+_FORMULAS = {
+    "": "own",
+    _WEIGHTS: "weight[labels].sum()",
+    _NUMBER: "(labels != ignore_index).sum()",
+    _WEIGHTS_LEFT: "weight[labels[labels != ignore_index]].sum()",
+}
+_MOST_TERMS = 16
+_ROUNDING = 1e-5
+"""By which processors of different kinds may differ."""
+
+
+class _Divisor(NamedTuple):
+    value: float
+    """NaN where nothing tells."""
+    what: str
+    """What it is of the batch, where one of torch's own losses has it; else empty."""
+
+
+@final
+class Divisors:
+    """Looks, while it listens, at what the losses are divided by that backward passes begin at. What a mean divides by
+    counts, as does what the script divides by itself; what it multiplies by does not.
+
+    Args:
+        num_samples: of the batch that the script has got last.
+    """
+
+    def __init__(self, *, is_first: bool, num_samples: Callable[[], int]) -> None:
+        self._is_first, self._num_samples = is_first, num_samples
+        self._passes: list[list[float]] = []  # of each, the samples of its batch and what its terms are divided by
+        self._what = self._place = ""
+        self._is_the_models = self._has_told = False
+
+    def begin(self) -> None:
+        """Look at the next backward passes."""
+        self._passes = []
+        _calls.add(self)
+
+    def take(self) -> None:
+        """The pass under way brings a gradient of the model."""
+        self._is_the_models = True
+
+    def close(self) -> None:
+        _calls.remove(self)
+
+    def look(self, backward: Callable[..., Any], tensors: Any, *more: Any, **named: Any) -> Any:
+        """The script calls `backward`. The pass frees what its graph has saved, so this is read before it."""
+        begun = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        is_loss = not any(given is not None for given in (*more[:1], named.get("grad_tensors")))
+        found = _divisors_in([each.grad_fn for each in begun if isinstance(each, Tensor)]) if is_loss else []
+        self._is_the_models = False
+        result = backward(tensors, *more, **named)
+        if self._is_the_models and is_loss:
+            self._passes.append([self._num_samples(), *(each.value for each in found)])
+            self._what = next((each.what for each in found if each.what), self._what)
+            self._place = place_of(sys._getframe(2))
+        return result
+
+    def said(self) -> list[list[float]]:
+        """What this rank tells the others in a pause."""
+        return self._passes
+
+    def compare(self, everyone: Sequence[Sequence[Sequence[float]]]) -> None:
+        """Warn, once, on rank 0, if a loss of equally many samples was divided by other numbers on other ranks, or is
+        one of torch's that divides by what its batch weighs.
+
+        It is no error: such a mean may be as the script wants it.
+        """
+        if not self._is_first or self._has_told:
+            return
+        passes = zip(*everyone, strict=True) if len(set(map(len, everyone))) == 1 else iter(())
+        unlike = next(filter(None, map(_unlike, passes)), None)
+        if unlike is None and not self._what:
+            return
+        self._has_told = True
+        what = self._what or "a number that differs by rank"
+        if unlike is not None:
+            what += f" ({', '.join(f'{value:.4g} on rank {rank}' for rank, value in enumerate(unlike))})"
+        means = "" if self._what else ", `own` that number, such as mask.sum(),"
+        warnings.warn(
+            f"the loss at {self._place} is divided by {what} of each worker's own batch, and workers average such "
+            f"losses; one process would divide once, by that of all their batches. For the same, with x the "
+            f"batch{means} and `summed` its loss before it is divided, or with reduction='sum': "
+            f"total, num = worker.all_reduce_tree([{_FORMULAS[self._what]}, len(x)], op='sum'); "
+            "loss = summed / total * num / len(x)",
+            stacklevel=2,
+        )
+
+
+def _unlike(passes: Sequence[Sequence[float]]) -> Sequence[float] | None:
+    """What one term was divided by on each rank, if it was not the same for as many samples and terms."""
+    if len({(each[0], len(each)) for each in passes}) > 1:
+        return None
+    for values in zip(*passes, strict=True):
+        is_known = all(map(math.isfinite, values))
+        if is_known and not all(math.isclose(value, values[0], rel_tol=_ROUNDING) for value in values):
+            return values
+    return None
+
+
+def _divisors_in(roots: Sequence[Any]) -> list[_Divisor]:
+    """Of the first sums and means that the losses with these graphs are made of by adding, multiplying and dividing."""
+    left, seen, found = [(root, 1.0) for root in reversed(roots)], set(), list[_Divisor]()
+    while left and len(found) < _MOST_TERMS:
+        node, divisor = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        inputs = [inner for inner, _ in node.next_functions]
+        if node.name() == "DivBackward0":
+            if not any(inputs[1:]):  # else the quotient is no sum any more
+                left.append((inputs[0], divisor * _number_in(node, "other")))
+        elif node.name() in (*PASSED_THROUGH, *_MULTIPLIED):
+            left += [(inner, divisor) for inner in reversed(inputs)]
+        elif (own := _own_divisor(node)) is not None:
+            found.append(_Divisor(divisor * own.value, own.what))
+    return found
+
+
+def _own_divisor(node: Any) -> _Divisor | None:
+    """What a sum or mean divides by itself; none if it is something else."""
+    reduction, name = getattr(node, "_saved_reduction", None), node.name()
+    if reduction == MEAN and hasattr(node, "_saved_ignore_index"):
+        return _Divisor(_number_in(node, "total_weight"), _what_weighs(node))
+    if reduction == MEAN or name.startswith("MeanBackward"):
+        inner = next((inner for inner, _ in node.next_functions if inner is not None), None)
+        return _Divisor(math.prod(shape_after(inner)), "")
+    if reduction == SUM or name.startswith("SumBackward") or name == "DotBackward0":
+        return _Divisor(1.0, "")
+    return None
+
+
+def _what_weighs(node: Any) -> str:
+    """What one of torch's losses divides by, if the script has asked for another number than that of the samples."""
+    leaves_out = node._saved_ignore_index != _NOT_GIVEN
+    if _is_packed(node, "weight") or node._saved_weight is not None:
+        return _WEIGHTS_LEFT if leaves_out else _WEIGHTS
+    return _NUMBER if leaves_out else ""
+
+
+def _number_in(node: Any, name: str) -> float:
+    """That a node has saved; NaN if it has not, or if looking would unpack it, as checkpoints allow once alone."""
+    if _is_packed(node, name):
+        return math.nan
+    saved = getattr(node, f"_saved_{name}", None)
+    return float(saved) if saved is not None and saved.numel() == 1 and not saved.is_complex() else math.nan
+
+
+def _is_packed(node: Any, name: str) -> bool:
+    return getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None
+
+
+_calls = Listening(torch.autograd, "backward", Divisors.look)

@@ -301,12 +301,8 @@ class Session:
             size=context.size,
             is_first=context.is_first,
             # Servers refuse whatever change of weights there is.
-<<<<<<< HEAD
             is_off=lambda: self.run.traits.servers_own_model or self.course.is_pausing,
-=======
-            is_off=lambda: self.run.traits.num_servers > 0 or self.course.is_pausing,
             num_samples=lambda: batches.num_samples,
->>>>>>> wt-weights
         )
 
     def _summed_loss(self, whole: Replica, batches: Batches) -> SummedLoss | None:

@@ -28,6 +28,10 @@ class TensorMismatch(PacelineError, ValueError):
     """Ranks disagree on a tensor's name, shape or dtype."""
 
 
+class CallMismatch(TensorMismatch):
+    """Ranks ask for different operations, or wait for one another in two."""
+
+
 class NonFiniteGradient(PacelineError, ArithmeticError):
     """A gradient holds NaN or infinity; the message names rank, step and parameter."""
 

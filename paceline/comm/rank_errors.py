@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from paceline.errors import Aborted, DeadlineExceeded, PeerLost, TensorMismatch
+from paceline.errors import Aborted, CallMismatch, DeadlineExceeded, PeerLost, TensorMismatch
 
 FAILURES = (PeerLost, DeadlineExceeded, Aborted, TensorMismatch)
 """What ends a collective, unlike a mistake in the arguments of a call."""
@@ -12,11 +12,11 @@ ALIKE = (
 )
 
 
-def disagreement(operations: Mapping[int, str]) -> TensorMismatch:
+def disagreement(operations: Mapping[int, str]) -> CallMismatch:
     """The error of ranks that ask for different operations: names the first, and the first that differs from it."""
     first, *others = sorted(operations)
     other = next(rank for rank in others if operations[rank] != operations[first])
-    return TensorMismatch(
+    return CallMismatch(
         f"ranks disagree on an operation: rank {first} asks for {operations[first]}, "
         f"rank {other} for {operations[other]}; {ALIKE}"
     )

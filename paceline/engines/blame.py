@@ -64,8 +64,11 @@ def _death(member: Statement, members: Sequence[Statement], is_training: bool, i
 
 
 def _failure(causes: Sequence[tuple[Statement, Outcome]], *, is_alone: bool) -> PacelineError:
-    # Where every rank reports the same trouble, the one whose own tensor it is knows most.
-    member, outcome = min(causes, key=lambda cause: (not cause[0].is_named_in(cause[1].message), cause[0].name))
+    # Where every rank reports the same trouble, one that says what its script did knows most, and then the one whose
+    # own tensor it is.
+    member, outcome = min(
+        causes, key=lambda cause: (not cause[1].is_usage, not cause[0].is_named_in(cause[1].message), cause[0].name)
+    )
     where = f"{member.who} failed after step {outcome.num_steps}: "
     if outcome.is_usage:
         # What every rank says alike is nobody's in particular.

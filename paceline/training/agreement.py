@@ -1,4 +1,4 @@
-"""What lock-step workers must have alike, as each says of itself in a pause, and what is done where they differ."""
+"""What workers must have alike, as each says of itself in a pause, and what is done where they differ."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from paceline.errors import TensorMismatch
 from paceline.strategies.digests import digest
-from paceline.strategies.progress import Progress, require_same
+from paceline.strategies.progress import Progress, joint, require_same
 from paceline.strategies.replica import named_parameters_of
-from paceline.strategies.settings import first_difference, settings_of
+from paceline.strategies.settings import Settings, first_difference, settings_of
 from paceline.training.cadence import NEVER, Rhythm
 from paceline.training.gradient_hooks import GradientHooks
 from paceline.training.worker_run import WorkerRun
@@ -27,15 +27,21 @@ _LEAST_STEPS = 16
 
 @final
 class Agreement:
-    """Has lock-step workers compare their parameters, their optimizers' settings, and how many batches they have had.
+    """Has workers that need one another until the last step compare their optimizers' settings, and how many steps and
+    batches they have had; and those in lock-step their parameters.
 
-    Buffers are not compared: batch norm's are of each worker's own batches, and the global model has their mean.
+    Clients' turns are their own, and in elastic rounds a worker takes steps that others have left. Buffers are not
+    compared: batch norm's are of each worker's own batches, and the global model has their mean.
     """
 
     def __init__(self, run: WorkerRun) -> None:
         self._run = run
-        self.is_needed = run.traits.lock_step and run.context.has_peers
-        """Whether there is anything to compare."""
+        traits, has_peers = run.traits, run.context.has_peers
+        self.is_needed = traits.lock_step and has_peers
+        """Whether parameters are to be alike."""
+        is_own = run.strategy.participation() is not None or (run.config.elastic is not None and not traits.lock_step)
+        self._steps_alike = has_peers and traits.takes_equal_steps and not is_own
+        self._stepped_with: list[Settings] = []  # the optimizers' settings in the step before this pause
         self._due_at = 0 if self.is_needed else NEVER
         self._rhythm = Rhythm()
         self._took_s = self._comparing_s = 0.0
@@ -55,21 +61,32 @@ class Agreement:
         """Compare parameters in the pause at this iteration, if not before, where they are to be alike."""
         self._due_at = min(self._due_at, iteration) if self.is_needed else NEVER
 
+    def note_settings(self) -> None:
+        """A step has been taken that a pause follows: the script may set other values for the step alone."""
+        self._stepped_with = self._present_settings() if self._steps_alike else []
+
     def said(self, *, is_last: bool) -> dict[str, Any]:
         """What this worker says of itself.
 
         Args:
             is_last: it takes no further step.
         """
-        if not self.is_needed:
+        run = self._run
+        if not self._steps_alike:
             return {}
+        said = {
+            "progress": list(run.prepared.handouts.progress()),
+            "settings": hashlib.blake2b(repr(self._settings()).encode(), digest_size=8).hexdigest(),
+        }
+        return {**said, **self._parameters_said(is_last=is_last)} if self.is_needed else said
+
+    def _parameters_said(self, *, is_last: bool) -> dict[str, Any]:
         run = self._run
         looks = is_last or run.config.strict or run.iteration >= self._due_at
         replica = run.prepared.replica
         if self._hooks is None:
             self._hooks = GradientHooks(named_parameters_of(replica.model), rank=run.context.rank)
         self._hooks.watch()
-        settings = [settings_of(optimizer) for optimizer in run.prepared.optimizers.values()]
         before_s = run.context.pacing.now_s()
         parameters = digest(each for _, each in named_parameters_of(replica.model)) if looks else None
         self._took_s = run.context.pacing.now_s() - before_s if looks else self._took_s
@@ -82,8 +99,6 @@ class Agreement:
             "gradients": gradients,
             "divisors": divisors,
             "weights": weights,
-            "progress": list(run.prepared.handouts.progress()),
-            "settings": hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest(),
             "parameters": parameters,
             "check_s": self._took_s + self._comparing_s,
         }
@@ -96,11 +111,15 @@ class Agreement:
             TensorMismatch: settings or parameters differ; the message names the first, the ranks, and what to do. A
                 difference of parameters that is within rounding is told once, as an event.
         """
-        if not self.is_needed:
+        if not self._steps_alike or any(report["waits_at"] for report in reports):  # one is ahead of the others
             return
-        require_same([Progress(*report["progress"]) for report in reports])
+        require_same([Progress(*report["progress"]) for report in reports], lock_step=self._run.traits.lock_step)
         if len({report["settings"] for report in reports}) > 1:
             self._compare_settings()
+        if self.is_needed:
+            self._compare_models(reports)
+
+    def _compare_models(self, reports: Sequence[Report]) -> None:
         alike = self._run.prepared.same_gradients
         if alike is not None:
             alike.compare([report["gradients"] for report in reports])
@@ -125,13 +144,22 @@ class Agreement:
             self._due_at = self._rhythm.next(iteration, wanted=max(_LEAST_STEPS, interval_s * iterations_per_s))
         return self._due_at
 
+    def _present_settings(self) -> list[Settings]:
+        return [settings_of(optimizer) for optimizer in self._run.prepared.optimizers.values()]
+
+    def _settings(self) -> list[Settings]:
+        return [*self._present_settings(), *self._stepped_with]
+
     def _compare_settings(self) -> None:
-        for optimizer in self._run.prepared.optimizers.values():
-            difference = first_difference(self._run.context.collective.all_gather_object(settings_of(optimizer)))
+        for each in zip(*self._run.context.collective.all_gather_object(self._settings()), strict=False):
+            difference = first_difference(each)
             if difference is not None:
+                traits = self._run.traits
+                place = f"after {'round' if traits.unit == 'round' else 'step'} {self._run.iteration}"
+                call = joint("worker.all_reduce(loss, op='mean')", lock_step=traits.lock_step)
                 raise TensorMismatch(
-                    f"after step {self._run.iteration} {difference}: parameters would drift apart. Compute it from "
-                    "what all ranks share: worker.metrics, or a loss after worker.all_reduce(loss, op='mean')"
+                    f"{place} {difference}: parameters would drift apart. Compute it from what all ranks share: "
+                    f"worker.metrics, or a loss after {call}"
                 )
 
     def _compare_parameters(self) -> None:

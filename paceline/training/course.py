@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import final
 
-from paceline.errors import BudgetReached, NonFiniteGradient, PacelineError, UsageError
+from paceline.errors import BudgetReached, CallMismatch, NonFiniteGradient, PacelineError, UsageError
 from paceline.records import StepRecord
 from paceline.strategies.base import StepOutcome
 from paceline.training.cadence import Cadence
@@ -61,6 +61,12 @@ class Course:
         if self._refusal is not None:
             raise self._refusal
 
+    def placed(self, error: CallMismatch) -> CallMismatch:
+        """The same, with the place in this worker's script where it met others that are elsewhere."""
+        progress = self._run.prepared.handouts.progress()
+        place = f"in step {progress.num_steps + 1}, on batch {progress.num_batches}"
+        return CallMismatch(f"rank {self._run.context.rank}, {place}: {error}")
+
     # --- steps ------------------------------------------------------------------------------------------------
 
     def start_once(self) -> None:
@@ -106,6 +112,8 @@ class Course:
             self._unrecorded = samples, outcome
         self._take(outcome)
         self._unsettled = outcome
+        if outcome.iteration >= self._cadence.next_pause:
+            self._pauses.note_settings()
 
     def settle(self) -> None:
         """Between two steps: pause where that is due, and wait for admission where a pause was entered without it."""
@@ -224,7 +232,21 @@ class Course:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """The script is done: wait for the others, evaluate and save. Collective call."""
+        """The script is done: wait for the others, evaluate and save. Collective call.
+
+        Raises:
+            UsageError: the error of `refuse`; or others go on with steps, or with other calls.
+        """
+        try:
+            self._finish()
+        except CallMismatch as error:
+            progress = self._run.prepared.handouts.progress()
+            raise UsageError(
+                f"the script of rank {self._run.context.rank} has ended after {progress.num_steps} steps on "
+                f"{progress.num_batches} batches, and that of another rank has not: {error}"
+            ) from error
+
+    def _finish(self) -> None:
         self.require_allowed()
         self.has_finished = self.is_pausing = True
         self.start_once()

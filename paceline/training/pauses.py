@@ -89,6 +89,10 @@ class Pauses:
         self._agreement.take_up(state["agreement"])
         self._judge.take_up(state)
 
+    def note_settings(self) -> None:
+        """As `Agreement.note_settings`."""
+        self._agreement.note_settings()
+
     def compare_soon(self) -> None:
         """Have all workers meet after the next update, and compare their models."""
         iteration = self._run.iteration + 1

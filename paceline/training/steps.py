@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import CallMismatch, PacelineError, UsageError
 from paceline.strategies.base import Synchronizer
 from paceline.strategies.replica import may_evaluate
 from paceline.training.cadence import NEVER, Cadence
@@ -68,6 +68,10 @@ class Steps:
                     with torch.enable_grad():
                         loss.append(closure())
                 take_step(own_step)
+            except CallMismatch as error:
+                placed = self._course.placed(error)
+                self._course.refuse(placed)
+                raise placed from error
             except PacelineError as error:
                 self._course.refuse(error)
                 raise

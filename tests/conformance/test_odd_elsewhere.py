@@ -36,8 +36,20 @@ QUICK = (
     "masks, infinities, whole numbers and truths in buffers",
     "buffers replaced",
 )
-IN_WORDS = r"has taken \d+ steps on \d+ batches|waits for .*leave out a batch or a step only where"
-"""What a script that leaves a batch out alone is told."""
+IN_WORDS = (
+    r"rank 1 has taken \d+ steps on \d+ batches, rank 0 \d+ on \d+: every rank must step alike.*worker\.meeting"
+    r"|(rank 1 has ended after \d+ steps on \d+ batches|rank 0, in step \d+, on batch \d+: ).* leave out a batch or a "
+    r"step only where all do"
+)
+"""What a script is told that leaves a batch out alone, or its loop."""
+ALONE = {
+    "own plateau": r"after (step|round) \d+ param group 0: lr is .* on rank 0 and .* on rank 1: .*worker\.meeting",
+    "left out alone": IN_WORDS,
+    "left out alone at the end": IN_WORDS,
+    "left alone": IN_WORDS,
+    "left alone with a round": IN_WORDS,
+}
+"""What a rank does by itself, and others are told of where they need it until the last step."""
 APART = (
     "is not the same on ranks 0 and 1, as by weights that one rank has loaded after prepare; load them on every rank"
 )
@@ -123,15 +135,36 @@ def test_odd_scripts_elsewhere(strategy: str, row: test_odd_scripts.Odd, tmp_pat
     assert all(tensor.isfinite().all() for tensor in found.values())
 
 
-@pytest.mark.parametrize("engine", [virtual_engine, local_engine], ids=["virtual", "processes"])
-@pytest.mark.parametrize("name", ["left out alone", "left out alone at the end"])
-def test_neighbours_are_told_of_a_batch_that_one_leaves_out(engine: Any, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(virtual_engine, id="virtual"), pytest.param(local_engine, id="processes", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("strategy", ["gossip", "local-sgd"])
+def test_all_are_told_of_what_one_does_alone(strategy: str, name: str, engine: Any, tmp_path: Path) -> None:
     """At once, and not when they have waited for as long as they may."""
     row = next(row for row in test_odd_replicas.ODD if row.name == name)
+    script, options = partial(launched, row.script), STRATEGIES[strategy]
     began_s = time.monotonic()
-    with pytest.raises(RunFailed, match=r"(?s)0 waits for .* leave out a batch or a step only where all do"):
-        engine.run(partial(launched, row.script), strategy="gossip", workers=2, out=tmp_path, options={})
+    with pytest.raises(RunFailed, match=f"(?s){ALONE[name]}"):
+        engine.run(script, strategy=strategy, workers=2, out=tmp_path, options=options)
     assert time.monotonic() - began_s < test_odd_replicas.SOON_S
+
+
+def leaves_out_together(worker: Any) -> nn.Module:
+    """As the words have it: ranks meet to decide."""
+
+    def skips(run: test_odd_replicas.Run) -> bool:
+        with worker.meeting("together"):
+            return bool(worker.all_reduce(torch.tensor(test_odd_replicas.skip(run, at=5)).float(), op="max"))
+
+    return test_odd_replicas.train(worker, skips=skips)
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "local-sgd"])
+def test_a_batch_may_be_left_out_together(strategy: str, tmp_path: Path) -> None:
+    result = run(leaves_out_together, strategy, 2, tmp_path)
+    assert [step.step for step in result.steps if step.worker == 1][-1] == test_odd_replicas.NUM_STEPS - 1
 
 
 def passes_in_one(batches: Any) -> Any:

@@ -59,6 +59,7 @@ TOGETHER = r"(leave out a batch or a step only where all do|every rank must step
 HOOK = r"rank \d: a hook of the script on the gradient of '\d\.(weight|bias)' clips it.*between loss\.backward\(\) and"
 SUM = r"rank \d: the loss is a sum over the batch \(backward\(ones\)\).*take the mean"
 LOOP = r"rank \d: the loss is a sum over the batch \(4 terms, one a sample\).*take the mean"
+RATE = r"(step|round) \d+ param group 0: lr is .* on rank 1.*all_reduce"
 PASS = r"in a backward pass parameter '\d\.weight' was not the same on ranks 0 and 1.*torch\.Generator of the same seed"
 SAME_STEP = r"all_gather in the training loop needs all workers at the same step.*worker\.meeting"
 OWN_CHANGE = r"step \d: the script has changed the mean gradient of '\d\.weight' on rank 1 .*what worker\.all_reduce"
@@ -107,17 +108,15 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "converted after prepare": {("all-reduce", *SERVERS): CONVERTED, ("gossip",): MOVED},
     "a new head": {("all-reduce",): DRIFT, SERVERS: NO_GRADIENT.replace("1", "3")},
     "a group of its own": {SERVERS: r"parameter '3\.bias' is in the optimizer's group 1 now.*or use all-reduce"},
-    "a rate by own loss": {
-        ("all-reduce",): DRIFT,
-        ("ps-bsp",): r"step \d+: param group 0: lr is .* on rank 1.*all_reduce",
-    },
+    "a rate by own loss": {(*JOINT, *ALONE): RATE},
+    "kept and read": {("local-sgd",): RATE},
     "momentum forgotten": {SERVERS: STATE},
     "trained by hand": {JOINT: DRIFT},
     "lookahead": {SERVERS: r"servers cannot build Lookahead .* attribute '\w+' holds tensors.*or use all-reduce"},
     "a shard of its own": {EVERYWHERE: OTHER_DATA},
     "shuffled in place": {EVERYWHERE: OTHER_DATA},
     "shuffled in place, later": {EVERYWHERE: OTHER_DATA},
-    "nothing of some batches": {JOINT: TOGETHER},
+    "nothing of some batches": {(*JOINT, *ALONE): TOGETHER},
     "another loader beside": {EVERYWHERE: BESIDE},
     "another loader beside, two steps a batch": {EVERYWHERE: rf"{BESIDE}|every rank must step alike"},
     "heads in turns": {SERVERS: UNUSED},
@@ -132,8 +131,8 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "own labelled anew": {EVERYWHERE: OTHER_DATA},
     "loaders made anew": {EVERYWHERE: BESIDE},
     "loaders made anew, later": {EVERYWHERE: BESIDE},
-    "small ones left out, some": {(*JOINT, "gossip"): TOGETHER},
-    "bad ones left out": {(*JOINT, "gossip"): TOGETHER},
+    "small ones left out, some": {(*JOINT, *ALONE): TOGETHER},
+    "bad ones left out": {(*JOINT, *ALONE): TOGETHER},
     "stops early": {(*JOINT, *ALONE): TOGETHER},
     "back to the best": {("all-reduce",): DRIFT, SERVERS: IN_PLACE},
     "the first rank alone": {(*JOINT, *ALONE): TOGETHER},

@@ -66,6 +66,7 @@ def train(
     backward: Change = nothing,
     stepped: Change = nothing,
     skips: Callable[[Run], bool] = lambda run: False,
+    ends: Callable[[Run], bool] = lambda run: False,
 ) -> nn.Module:
     """The usual loop, with a change before `prepare`, after it, between backward and step, or after each step."""
     network = model()
@@ -83,8 +84,8 @@ def train(
             backward(run)
             updater.step()
             stepped(run)
-            if run.number == NUM_STEPS:
-                break
+            if run.number == NUM_STEPS or ends(run):
+                return network
     return network
 
 
@@ -248,9 +249,13 @@ DRIFT = (
 RATE = r"param group 0: lr is 0\.\d+ on rank 0 and 0\.\d+ on rank 1.*"
 CLIPPED = r"step 2: the script changed gradients .* on rank \d.*use --option combine=always"
 UNEVEN = (
-    r"rank 1 has taken \d+ steps on \d+ batches, rank 0 \d+ on \d+.*Decide together whether to leave a batch out"
+    r"rank 1 has taken \d+ steps on \d+ batches, rank 0 \d+ on \d+: .*Decide together whether to leave out a batch"
     r"|rank \d .*all_reduce.* rank \d .*leave out a batch or a step only where all do"
     r"|rank \d .*all_gather.* rank \d .*leave out a batch or a step only where all do"
+)
+LEFT = (
+    r"the script of rank 1 has ended after \d steps on \d batches, and that of another rank has not: "
+    r".*leave out a batch or a step only where all do"
 )
 
 ODD = (
@@ -306,11 +311,13 @@ ODD = (
         "left out alone",
         partial(train, skips=partial(skip, at=5)),
         {
-            "all-reduce": "rank 1 has taken 4 steps on 6 batches, rank 0 4 on 5, so that.*Decide together",
+            "all-reduce": "rank 1 has taken 4 steps on 6 batches, rank 0 4 on 5: every.*Decide together",
             "ps-bsp": UNEVEN,
         },
     ),
     Odd("left out alone at the end", partial(train, skips=partial(skip, at=NUM_STEPS)), under(SYNCHRONOUS, UNEVEN)),
+    Odd("left alone", partial(train, ends=partial(skip, at=5)), {"all-reduce": LEFT, "ps-bsp": UNEVEN}),
+    Odd("left alone with a round", partial(train, ends=partial(skip, at=6)), {"all-reduce": LEFT, "ps-bsp": UNEVEN}),
 )
 ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 QUICK_IN_PROCESSES = ("frozen in turns", "noise", "own plateau", "state loaded", "left out alone", "loaded on one")

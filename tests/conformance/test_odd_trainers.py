@@ -48,7 +48,7 @@ SCRIPTS = odd_trainers.SCRIPTS | odd_kept.SCRIPTS
 REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "half the way back": {SERVERS: IN_PLACE},
     "parametrisation removed": {(*SERVERS, "gossip"): REPLACED},
-    "stepped where small": {("gossip",): TOGETHER},
+    "stepped where small": {("gossip", "local-sgd"): TOGETHER},
     "a layer more": {EVERYWHERE: ADDED},
     "a bias less": {SERVERS: NO_GRADIENT.replace("1", "3").replace("weight", "bias")},
     "tied after": {SERVERS: NO_GRADIENT.replace("1", "3")},
@@ -63,7 +63,7 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "indices of the sampler": {EVERYWHERE: NO_BATCH},
     "a sum, caught": {JOINT: CAUGHT},
     "a change, caught": {("all-reduce",): DRIFT, SERVERS: IN_PLACE},
-    "a bad batch, caught": {(*JOINT, "gossip"): APART},
+    "a bad batch, caught": {(*JOINT, "gossip", "local-sgd"): APART},
     "pruned later, for good": {(*SERVERS, "gossip"): REPLACED},
     "frozen later": {SERVERS: NO_GRADIENT},
     "unfrozen later": {EVERYWHERE: ADDED.replace("4", "1")},

@@ -442,3 +442,36 @@ def test_weights_may_be_changed_for_a_pass_alike(own: bool, tmp_path: Path) -> N
             run()
         return
     assert_close(run().model_state(), train_alone(script, 2), EXACT)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "is_global"),
+    [
+        ("local-sgd", {"every": 3}, True),  # 12 steps end with a round,
+        ("local-sgd", {"every": 5}, False),  # and these in one
+        ("diloco", {"every": 3}, True),
+        ("diloco", {"every": 3, "alpha": 0.5}, False),
+        ("gossip", {}, False),
+        ("noloco", {"every": 3}, False),
+    ],
+)
+def test_what_the_model_is_after_the_loop(
+    strategy: str, options: dict[str, Any], is_global: bool, tmp_path: Path
+) -> None:
+    models: dict[int, dict[str, Tensor]] = {}
+
+    def script() -> None:
+        worker = paceline.init()
+        model = train(worker, num_epochs=2)
+        models[worker.rank] = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+    result = virtual_engine.run(script, strategy=strategy, workers=4, options=options, out=tmp_path)
+    found = result.model_state()
+    if is_global:
+        for model in models.values():
+            assert_close(model, found, EXACT)
+        return
+    assert all(not torch.equal(model["1.weight"], found["1.weight"]) for model in models.values())
+    if strategy in ("gossip", "noloco"):
+        mean = {name: torch.stack([model[name] for model in models.values()]).mean(0) for name in found}
+        assert_close(mean, found, EXACT)

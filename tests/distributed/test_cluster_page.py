@@ -72,7 +72,7 @@ def test_with_the_token_and_without(machines: Machines) -> None:
     for commands in (BLOCKS["other"], BLOCKS["run"], BY_CLIENT):
         with pytest.raises(RuntimeError, match=r"(?i)token"):
             machines.do(machines.second, commands)
-    with pytest.raises(RuntimeError, match="here is another"):
+    with pytest.raises(RuntimeError, match="here is another, in the variable RAY_AUTH_TOKEN"):
         machines.do(machines.second, f"export RAY_AUTH_TOKEN={'0' * 64}\n{BLOCKS['run']}")
     machines.bring_token()
     machines.do(machines.second, BLOCKS["other"])

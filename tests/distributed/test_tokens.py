@@ -12,7 +12,7 @@ import ray
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.cluster_utils import Cluster
 
-from paceline import UsageError
+from paceline import RunFailed, UsageError
 from paceline.engines.ray.nodes import connected, nodes
 from paceline.engines.ray.tokens import own_token
 
@@ -51,11 +51,16 @@ def test_a_cluster_with_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         join(address)
         token = os.environ["RAY_AUTH_TOKEN"]
         changed.setenv("RAY_AUTH_TOKEN", "0" * 64)
-        with pytest.raises(UsageError, match="here is another"):
+        with pytest.raises(UsageError, match=r"here is another, in the variable RAY_AUTH_TOKEN; bring"):
             join(address)
         changed.delenv("RAY_AUTH_TOKEN")
-        with pytest.raises(UsageError, match="here is none"):
+        with pytest.raises(UsageError, match=r"here is none, in the file ~/\.ray/auth_token; bring"):
             join(address, insecure=True)
+        (tmp_path / "mine").write_text("0" * 64)
+        changed.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "mine"))
+        with pytest.raises(UsageError, match=r"here is another, in the file /.*mine that RAY_AUTH_TOKEN_PATH names"):
+            join(address)
+        changed.delenv("RAY_AUTH_TOKEN_PATH")
         (tmp_path / ".ray").mkdir()
         (tmp_path / ".ray" / "auth_token").write_text(token)
         join(address)
@@ -70,6 +75,10 @@ def test_a_cluster_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
                 with pytest.raises(UsageError, match=r"asks for no token.*--insecure"):
                     join(address)
                 join(address, insecure=True)
+        with connected(address, insecure=True):
+            other = f"{nodes()[0].address}:{nodes()[0].port}"
+        with pytest.raises(RunFailed, match="no cluster answers there"):  # Ray's too, but not the cluster
+            join(other)
         # The same of a connection that the process has.
         ray.init(address, log_to_driver=False, logging_level="ERROR")
         with pytest.raises(UsageError, match="asks for no token"):

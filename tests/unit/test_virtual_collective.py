@@ -153,9 +153,7 @@ def test_ranks_that_ask_for_different_things_are_told_so() -> None:
         VirtualWorld(3).run(differ)
     for rank in range(3):
         assert f"rank {rank}: " in str(failure.value)
-    assert "TensorMismatch: ranks do not ask for the same: rank 0 for all_reduce(sum) of 3 elements" in str(
-        failure.value
-    )
+    assert "CallMismatch: ranks do not ask for the same: rank 0 for all_reduce(sum) of 3 elements" in str(failure.value)
 
 
 def test_a_message_of_another_size_is_told_to_the_receiver() -> None:

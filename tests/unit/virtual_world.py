@@ -14,6 +14,7 @@ from paceline.engines.virtual.network.links import Network
 from paceline.engines.virtual.network.meeting import Meeting
 from paceline.engines.virtual.network.wiring import Wiring
 from paceline.engines.virtual.process import Process, Scheduler
+from paceline.errors import Aborted
 from tests.ranks import RankFailed
 
 GIGABIT = 125e6
@@ -70,7 +71,7 @@ class VirtualWorld:
         stuck = [p for p in scheduler.processes if not p.is_over]
         waiting = [f"{p.name} waits for {p.waits_for()}" for p in stuck if p.waits_for is not None]
         if failures or stuck:
-            scheduler.abort("the test is over")
+            scheduler.abort(Aborted("the test is over"))
             raise RankFailed("\n".join([*failures, *waiting]))
         self.took_s = timeline.now_s
         return [results[rank] for rank in range(self.size)]

@@ -14,7 +14,7 @@ from paceline.comm.base import Timing, Work
 from paceline.comm.process_group.peer_watch import PeerWatch
 from paceline.comm.rank_errors import ALIKE, disagreement, late
 from paceline.comm.works import OwnedWork
-from paceline.errors import PacelineError, PeerLost, TensorMismatch, UsageError
+from paceline.errors import CallMismatch, PacelineError, PeerLost, UsageError
 
 LOOK_INTERVAL_S = 0.2
 # NCCL's waits return when the work is enqueued, so its works are asked again and again.
@@ -244,14 +244,14 @@ class TorchCalls:
             self._watch.stand(work.number, work.name, self._num_sent)
 
     def _require_moving(self, work: _Operation) -> None:
-        """Raise TensorMismatch if a message cannot come: its sender has not sent it, and waits for this rank in an
+        """Raise CallMismatch if a message cannot come: its sender has not sent it, and waits for this rank in an
         operation beyond all that this one has asked for."""
         peer = self._watch.peers[work.peer] if work.place and work.peer is not None else None
         if peer is not None and peer.stands_at > self._num_issued and peer.num_sent < work.place:
             mine = self._watch.rank
             theirs = peer.calls.get(peer.stands_at, "an operation")
             self.fail(
-                TensorMismatch(
+                CallMismatch(
                     f"rank {mine} waits for {work.name}, which waits for rank {mine} to take part in {theirs}; {ALIKE}"
                 )
             )

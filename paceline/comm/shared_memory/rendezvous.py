@@ -13,7 +13,7 @@ from paceline.comm.rank_errors import ALIKE, disagreement, late
 from paceline.comm.shared_memory import futex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.signature import SIGNATURE_BYTES, Signature
-from paceline.errors import PeerLost, TensorMismatch, UsageError
+from paceline.errors import CallMismatch, PeerLost, UsageError
 
 # Every rank has one page that it alone writes. First a cache line of 32-bit words:
 _EVENTS, _ARRIVED, _DONE, _DEPARTED = 0, 1, 2, 3  # EVENTS counts the changes that others sleep on
@@ -212,7 +212,7 @@ class Rendezvous:
         self._signal()
 
     def require_agreement(self, number: int, signature: Signature) -> None:
-        """Compare signatures of a step at which all have arrived. Raises TensorMismatch with two that differ."""
+        """Compare signatures of a step at which all have arrived. Raises CallMismatch with two that differ."""
         place = _signature_place(number)
         if all(page[place] == signature.raw for page in self._pages):
             return
@@ -246,7 +246,7 @@ class Rendezvous:
             self._words[_STANDS_AT] = obstacle.number & _MASK
 
     def require_moving(self, obstacle: Obstacle, rank: int, *, issued: int) -> None:
-        """Raise TensorMismatch if the rank's message, which this one waits for, cannot come: the rank stands at a step
+        """Raise CallMismatch if the rank's message, which this one waits for, cannot come: the rank stands at a step
         beyond all that this one has `issued`, and has put all that it has sent into its box before."""
         stands_at = self.peers[rank].words[_STANDS_AT]
         ahead = (stands_at - issued) & _MASK
@@ -256,7 +256,7 @@ class Rendezvous:
         name, peer = self._names[self.rank], self._names[rank]
         theirs = Signature.unpack(bytes(self.peers[rank].block.buffer[_signature_place(issued + ahead)]))
         self.fail(
-            TensorMismatch(
+            CallMismatch(
                 f"rank {name} waits for {obstacle.signature} from rank {peer}, which waits for rank {name} to take "
                 f"part in {theirs}; {ALIKE}"
             )

@@ -19,7 +19,7 @@ from ray.exceptions import AuthenticationError, RayError
 
 from paceline.errors import UsageError
 
-_MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+_MODE, _TOKEN, _FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _TOKEN_BYTES = 32
 _NO_CLUSTER = "0" * 56  # an id that no cluster has; a client that is given none logs what becomes of asking for it
 _ASK_S = 5.0
@@ -54,9 +54,9 @@ def users_token(address: str, *, insecure: bool) -> Iterator[None]:
     """Ray uses the user's token for the cluster that is connected to inside; one that asks for none gets none.
 
     Raises:
-        UsageError: the cluster takes work from anybody, or cannot be asked, and this is not said to be right; or the
-            user has none, or another.
-        ConnectionError: `auto` finds no cluster.
+        UsageError: the cluster takes work from anybody, and this is not said to be right; or the user has no token, or
+            another, which the message finds.
+        ConnectionError: `auto` finds no cluster, or what is there does not answer as one.
     """
     if _is_refused(address, mode="disabled"):
         with _environment({_MODE: "token"}):
@@ -65,8 +65,9 @@ def users_token(address: str, *, insecure: bool) -> Iterator[None]:
                 has_token = AuthenticationTokenLoader.instance().has_token()
             if not has_token or _is_refused(address, mode="token"):
                 raise UsageError(
-                    f"Ray at {address} wants the token that it was started with, in ~/.ray/auth_token or {_TOKEN}, and "
-                    f"here is {'another' if has_token else 'none'}"
+                    f"Ray at {address} wants the token that it was started with, and here is "
+                    f"{'another' if has_token else 'none'}, {_source()}; bring there the one of its first machine, as "
+                    "docs/cluster.md shows"
                 )
             yield
         return
@@ -91,16 +92,27 @@ def _require_consent(address: str, *, insecure: bool) -> None:
         )
 
 
+def _source() -> str:
+    """Where Ray looks for the user's token: in the first of three places that says anything."""
+    if os.environ.get(_TOKEN):
+        return f"in the variable {_TOKEN}"
+    named = os.environ.get(_FILE)
+    return f"in the file {named} that {_FILE} names" if named else "in the file ~/.ray/auth_token"
+
+
 def _is_refused(address: str, *, mode: str) -> bool:
-    """Whether the cluster refuses a question for its token. Once Ray is connected, its threads need theirs."""
+    """Whether the cluster refuses a question for its token. Once Ray is connected, its threads need theirs. Raises
+    ConnectionError if no cluster answers."""
     with _environment({_MODE: mode}):
         if address.startswith(_CLIENT):
             return _is_client_refused(address.removeprefix(_CLIENT))
         client = GcsClient(address=canonicalize_bootstrap_address(address), cluster_id=_NO_CLUSTER)
         try:
             client.internal_kv_exists(b"", namespace=b"", timeout=_ASK_S)
-        except RayError as error:
+        except AuthenticationError as error:  # also where it has an id, and not that of no cluster
             return "InvalidAuthToken" in str(error)
+        except RayError as error:
+            raise ConnectionError(f"no cluster answers there ({error})") from error
     return False
 
 
@@ -115,9 +127,10 @@ def _is_client_refused(target: str) -> bool:
         question = messages.ClusterInfoRequest(type=messages.ClusterInfoType.PING)
         stubs.RayletDriverStub(channel).ClusterInfo(question, timeout=_ASK_S, metadata=[("client_id", _NO_CLUSTER)])
     except grpc.RpcError as error:
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            raise ConnectionError(f"Ray's client gets no answer from {target}: {error.details()}") from error
-        return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
+        if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+            why = error.details() or error.code().name
+            raise ConnectionError(f"Ray's client gets no answer from {target}: {why}") from error
+        return True
     finally:
         channel.close()
     return False

@@ -21,7 +21,7 @@ from paceline.engines.virtual.job import VirtualJob
 from paceline.engines.virtual.process import Scheduler
 from paceline.engines.virtual.worlds import Worlds
 from paceline.engines.world import World, enter_here
-from paceline.errors import Aborted, RunFailed, UsageError
+from paceline.errors import Aborted, CallMismatch, RunFailed, UsageError
 from paceline.records import Record
 
 _ENDING = "the run is ending because another member failed"
@@ -84,7 +84,7 @@ class VirtualRun:
         try:
             self._scheduler.run()
         except Exception:
-            self._scheduler.abort("the simulation failed")
+            self._scheduler.abort(Aborted("the simulation failed"))
             raise
 
     def _end(self) -> None:
@@ -92,7 +92,9 @@ class VirtualRun:
         stuck = [process for process in self._scheduler.processes if not process.is_over]
         waiting = "; ".join(f"{_spaced(p.name)} waits for {p.waits_for()}" for p in stuck if p.waits_for is not None)
         now_s = self._timeline.now_s
-        self._scheduler.abort(_ENDING)
+        failed = self._dead or any(outcome.error for outcome in self._outcomes.values())
+        lockup = CallMismatch(f"at {now_s:g} s of virtual time nobody can go on: {waiting}; {ALIKE}")
+        self._scheduler.abort(Aborted(_ENDING) if failed else lockup)
         if self._dead or any(outcome.error and not outcome.is_consequence for outcome in self._outcomes.values()):
             raise judge(
                 self._statements(),
@@ -100,7 +102,7 @@ class VirtualRun:
                 is_synchronous=self._job.strategy.traits.lock_step,
             )
         if stuck:
-            raise RunFailed(f"at {now_s:g} s of virtual time nobody can go on: {waiting}; {ALIKE}")
+            raise RunFailed(str(lockup))
 
     # --- workers ------------------------------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class VirtualRun:
         self._dead |= set(names)
         self._is_ending = True
         self._reporter.event("lost", host=self._host_names[host], members=names, virtual_time_s=self._timeline.now_s)
-        self._scheduler.abort(f"{self._host_names[host]} failed")
+        self._scheduler.abort(Aborted(f"{self._host_names[host]} failed"))
 
     def _statements(self) -> list[Statement]:
         members = []

@@ -10,7 +10,7 @@ from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.isolation.interpreter import Modes, modes, set_modes
 from paceline.engines.virtual.isolation.random_state import RandomState
 from paceline.engines.virtual.lead import Lead
-from paceline.errors import Aborted, UsageError
+from paceline.errors import PacelineError, UsageError
 
 
 @final
@@ -44,7 +44,7 @@ class Process:
         self.waits_for: Callable[[], str] | None = None
         """Says what it waits for; none while it runs."""
         self.is_over = False
-        self.doom: Aborted | None = None
+        self.doom: PacelineError | None = None
         """What its present wait, and every later one, raises."""
         self.random, self.modes = RandomState(), modes()
         self.timeline = scheduler.timeline
@@ -105,8 +105,8 @@ class Process:
     def wait(self, signal: Signal, what: Callable[[], str]) -> None:
         """Let others run until the signal has been fired and the timeline has come to this process's time.
 
-        Returns at once for a signal that has been fired already. Raises Aborted if the run is being ended, UsageError
-        in a backward pass.
+        Returns at once for a signal that has been fired already. Raises the error with which the run is being
+        ended, or UsageError in a backward pass.
         """
         if self.doom is not None:
             raise self.doom
@@ -166,10 +166,10 @@ class Scheduler:
         self._thread = threading.get_ident()
         self.timeline.run()
 
-    def abort(self, reason: str) -> None:
-        """End every process: its present wait, and any later one, raises `Aborted`."""
+    def abort(self, error: PacelineError) -> None:
+        """End every process: its present wait, and any later one, raises this."""
         for process in self.processes:
-            process.doom = process.doom or Aborted(reason)
+            process.doom = process.doom or error
         for process in self.processes:
             while not process.is_over:
                 self.resume(process)

@@ -14,7 +14,7 @@ from paceline.engines.virtual.network.exchange import Exchange
 from paceline.engines.virtual.network.links import Network
 from paceline.engines.virtual.network.patterns import Pattern
 from paceline.engines.virtual.process import Signal
-from paceline.errors import PacelineError, TensorMismatch
+from paceline.errors import CallMismatch, PacelineError, TensorMismatch
 
 
 @dataclass(eq=False)
@@ -109,7 +109,7 @@ class Meeting:
         operation.num_bytes[rank] = call.num_bytes
         if call.signature != operation.signature and operation.error is None:
             first = next(iter(operation.calls))
-            operation.error = TensorMismatch(
+            operation.error = CallMismatch(
                 f"ranks do not ask for the same: rank {first} for {operation.signature}, "
                 f"rank {rank} for {call.signature}; {ALIKE}"
             )

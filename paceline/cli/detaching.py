@@ -40,6 +40,9 @@ class Detached(Watcher):
         if self._waiting is None:
             return
         print_to(self._directory)
+        from paceline.running.chaos import launcher  # here, because torch takes a while to load
+
+        launcher.arm(self._directory)
         with contextlib.suppress(OSError):  # its guard may be gone
             os.write(self._waiting, os.fsencode(self._directory))
         os.close(self._waiting)

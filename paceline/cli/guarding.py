@@ -81,8 +81,10 @@ class Guard:
     def _end_of_launcher(self) -> int:
         """Its exit status, or minus the signal that it died of."""
         process = os.pidfd_open(self._launcher)
-        while self._desk is not None and process not in select.select([process, self._desk], [], [])[0]:
-            self._desk.turn()
+        if self._desk is not None:
+            asked = self._desk.fileno()
+            while process not in select.select([process, asked], [], [])[0]:
+                self._desk.turn()
         os.close(process)
         _, status = os.waitpid(self._launcher, 0)
         self._launcher = 0

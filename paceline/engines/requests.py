@@ -29,9 +29,7 @@ class Desk:
         is_guard: this is the process that guards the launcher, which is asked where there is none.
     """
 
-    def __init__(
-        self, directory: Path, answer: Callable[[Mapping[str, Any]], str], *, is_guard: bool = False
-    ) -> None:
+    def __init__(self, directory: Path, answer: Callable[[Mapping[str, Any]], str], *, is_guard: bool = False) -> None:
         self._answer = answer
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._selector = selectors.DefaultSelector()

@@ -1,4 +1,4 @@
-"""Strikes a process of a chaos run, by a signal or by holding its interpreter, at a drawn place of the protocol.
+"""Strikes a process of a chaos run, by a signal or by what it lacks, at a drawn place of the protocol.
 
 Outside such runs nothing is done here. A place is a method: the process is struck when it has been called so often.
 """
@@ -8,9 +8,11 @@ import functools
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -19,10 +21,11 @@ from paceline.server.replication import Replication
 
 VARIABLE = "PACELINE_STRIKES"
 """This environment variable names the folder of the run that is struck. `strikes.json` lies there."""
-Kind = Literal["kill", "segfault", "stop", "hold", "pause"]
+Kind = Literal["kill", "segfault", "stop", "hold", "pause", "full"]
 """stop: for good, and hold: the interpreter; both until the process is ended as silent. pause: stopped for a second,
-which it outlives."""
-Place = tuple[type[Any], str]
+and full: files cannot grow while the place is being called; it outlives both."""
+Place = tuple[Any, str]
+"""A class or module, and its method or function."""
 
 SERVER_PLACES: Mapping[str, Place] = {
     "is asked": (Replication, "_serve"),
@@ -50,7 +53,12 @@ class Strike:
 
     @property
     def is_deadly(self) -> bool:
-        return self.kind != "pause"
+        return self.kind not in ("pause", "full")
+
+    @property
+    def mark(self) -> str:
+        """The name of a file that says that it has come to pass."""
+        return f"{self.who} {self.place} {self.number}"
 
 
 def arm(who: str, places: Mapping[str, Place], *, may_strike: Callable[[str], bool] = lambda place: True) -> None:
@@ -63,8 +71,17 @@ def arm(who: str, places: Mapping[str, Place], *, may_strike: Callable[[str], bo
         return
     drawn = [Strike(**each) for each in json.loads(Path(named, "strikes.json").read_text())]
     for place, (owner, name) in places.items():
-        strike = next((each for each in drawn if (each.who, each.place) == (who, place)), None)
-        setattr(owner, name, _watched(getattr(owner, name), Path(named), who, place, strike, may_strike))
+        left = [each for each in drawn if (each.who, each.place) == (who, place) and not _has_met(each, Path(named))]
+        setattr(owner, name, _watched(getattr(owner, name), Path(named), who, place, left, may_strike))
+
+
+def met(strikes: Sequence[Strike], folder: Path) -> tuple[Strike, ...]:
+    """Those that have come to pass in the run of this folder."""
+    return tuple(each for each in strikes if _has_met(each, folder))
+
+
+def _has_met(strike: Strike, folder: Path) -> bool:
+    return (folder / "struck" / strike.mark).exists()
 
 
 def _watched(
@@ -72,22 +89,40 @@ def _watched(
     folder: Path,
     who: str,
     place: str,
-    strike: Strike | None,
+    left: list[Strike],
     may_strike: Callable[[str], bool],
 ) -> Callable[..., Any]:
     calls = Path(folder, "calls", f"{who} {place}").open("ab", buffering=0)  # noqa: SIM115 - as long as the process
-    numbers, left = itertools.count(1), [strike] if strike is not None else []
+    numbers = itertools.count(1)
 
     @functools.wraps(method)
     def watched(*given: Any, **named: Any) -> Any:
         calls.write(b".")
         number = next(numbers)
-        if left and number >= left[0].number and may_strike(place):
-            Path(folder, "struck", f"{who} {place}").touch()
-            _strike(left.pop().kind)
+        if not left or number < left[0].number or not may_strike(place):
+            return method(*given, **named)
+        strike = left.pop(0)
+        (folder / "struck" / strike.mark).touch()
+        if strike.kind == "full":
+            with _full_disk(folder / "out"):
+                return method(*given, **named)
+        _strike(strike.kind)
         return method(*given, **named)
 
     return watched
+
+
+@contextmanager
+def _full_disk(directory: Path) -> Iterator[None]:
+    """The largest file of the result directory, its checkpoint, cannot be written again: this process's files end at
+    half of its size, with another of the system's errors than on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest = max(path.stat().st_size for path in directory.iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest // 2, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def _strike(kind: Kind) -> None:

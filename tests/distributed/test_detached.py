@@ -110,7 +110,7 @@ def test_a_run_outlives_its_launcher_and_then_its_guard(start, tmp_path: Path) -
 
 @pytest.mark.timeout(600)
 def test_after_the_head_nodes_death_resume_goes_on(start, tmp_path: Path) -> None:
-    """On which guard, launcher, Ray and all members die at once; with another number of workers, and another strategy."""
+    """On which guard, launcher, Ray and all members die at once; with other workers, under another strategy."""
     out = tmp_path / "out"
     launcher = begin(start, out, "--checkpoint-every", 5, epochs=3, step_s=0.3)
     attached = start("attach", out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
@@ -14,7 +15,7 @@ from paceline.engines import striking
 from paceline.engines.scripting import Script
 from paceline.engines.striking import SERVER_PLACES, Strike
 from paceline.errors import RunFailed, UsageError
-from paceline.running.chaos import Campaign, Schedule, campaign, judging, schedule
+from paceline.running.chaos import Campaign, Schedule, campaign, judging, launcher, schedule
 from paceline.running.chaos.program import OFTEN, PLACES
 from paceline.strategies import build
 from paceline.training.snapshot import as_model_file
@@ -25,7 +26,7 @@ SERVERS = {f"server-{index}": dict.fromkeys(SERVER_PLACES, 20) for index in rang
 
 
 def test_places_are_there() -> None:
-    for owner, name in [*PLACES.values(), *SERVER_PLACES.values()]:
+    for owner, name in [*PLACES.values(), *SERVER_PLACES.values(), *launcher.PLACES.values()]:
         assert callable(getattr(owner, name))
 
 
@@ -44,6 +45,9 @@ def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path) -> None
     servers = [schedule.of_servers(Random(seed), SERVERS, most=1) for seed in range(50)]
     assert all(len(scene.strikes) == 1 for scene in servers)
     assert {strike.kind for scene in servers for strike in scene.strikes} == {"kill", "segfault"}
+    launchers = [strike for seed in range(100) for strike in schedule.of_launcher(Random(seed)).strikes]
+    assert {strike.place for strike in launchers} == set(launcher.PLACES)
+    assert {strike.kind for strike in launchers} == {"kill", "full"}
     often = [each for each in strikes if each.place in OFTEN] + [each for scene in servers for each in scene.strikes]
     assert {each.number for each in often} == set(range(3, 17))  # of 20 calls
     path = tmp_path / "schedule.json"
@@ -125,6 +129,38 @@ def test_losses_are_found(tmp_path: Path) -> None:
     bounds = [judging.bound(build(*each).traits) for each in (("all-reduce", {}), ("local-sgd", {}))]
     assert bounds == [1e-3, float("inf")]
     assert judging.bound(build("ps-bsp", {"servers": 2, "replicas": 1}).traits) == 0.0
+
+
+def test_a_launcher_whose_death_or_full_disk_nobody_tells(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    said = tmp_path / "out" / "output.txt"
+    said.write_text("the launcher was killed; another one goes on from iteration 6\n")
+    strikes = [Strike("launcher", launcher.WRITES, 4, "full"), Strike("launcher", launcher.WRITES, 5, "kill")]
+    assert judging.launcher(tmp_path, strikes) == ["nothing says 'what was there before is intact'"]
+    said.write_text("cannot write checkpoint.pt: File too large; what was there before is intact\n")
+    assert judging.launcher(tmp_path, strikes) == ["nothing says 'the launcher was killed; another one goes on'"]
+
+
+def test_no_file_grows_on_a_full_disk(tmp_path: Path, monkeypatch) -> None:
+    """What is as large as the largest file of the result directory cannot be written, while it is full."""
+    folder, out = tmp_path, tmp_path / "out"
+    for each in ("calls", "struck", "out"):
+        (folder / each).mkdir()
+    (out / "checkpoint.pt").write_bytes(bytes(100_000))
+    strike = Strike("launcher", "place", 2, "full")
+    (folder / "strikes.json").write_text(json.dumps([asdict(strike)]))
+
+    class Writing:
+        def write(self, size: int) -> None:
+            (out / "other").write_bytes(bytes(size))
+
+    monkeypatch.setenv(striking.VARIABLE, str(folder))
+    striking.arm("launcher", {"place": (Writing, "write")})
+    Writing().write(100_000)
+    with pytest.raises(OSError, match="File too large"):
+        Writing().write(100_000)
+    Writing().write(100_000)
+    assert striking.met([strike], folder) == (strike,)
 
 
 def test_a_model_that_is_not_finite_is_wrong(tmp_path: Path) -> None:

@@ -31,17 +31,19 @@ def calls(folder: Path, prefix: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def met(folder: Path, strikes: Sequence[Strike]) -> tuple[Strike, ...]:
-    """Those that have come to pass."""
-    return tuple(each for each in strikes if (folder / "struck" / f"{each.who} {each.place}").exists())
-
-
 def losses(folder: Path, strikes: Sequence[Strike]) -> list[str]:
     """Whoever was struck and nobody else is to have been lost."""
     lost = {event.who for event in read_records(folder / "out", EventRecord) if event.name in _LOSSES}
     struck = {strike.who for strike in strikes if strike.is_deadly}
     told = [f"{who} was lost, and not struck" for who in sorted(lost - struck)]
     return told + [f"{who} was struck, and its loss not noticed" for who in sorted(struck - lost)]
+
+
+def launcher(folder: Path, strikes: Sequence[Strike]) -> list[str]:
+    """Another one is to have gone on, and what could not be written is to have been said."""
+    told = (folder / "out" / "output.txt").read_text()
+    words = {"kill": "the launcher was killed; another one goes on", "full": "what was there before is intact"}
+    return [f"nothing says {words[each.kind]!r}" for each in strikes if words[each.kind] not in told]
 
 
 def bound(traits: Traits) -> float:

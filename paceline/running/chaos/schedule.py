@@ -6,14 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, Self, final, get_args
+from typing import Any, Self, final
 
 from paceline.engines.striking import SERVER_PLACES, Kind, Strike
 from paceline.errors import UsageError
+from paceline.running.chaos import launcher
 from paceline.running.chaos.program import AFTER_A_DEATH, AS_JOINER, AT_A_JOIN, OFTEN, PLACES
 
 _KINDS: tuple[Kind, ...] = ("kill", "segfault", "stop", "hold")
 _SERVER_KINDS: tuple[Kind, ...] = ("kill", "segfault")
+_STRUCK: Mapping[str | None, tuple[Mapping[str, Any], tuple[Kind, ...]]] = {
+    "worker": (PLACES, (*_KINDS, "pause")),
+    "server": (SERVER_PLACES, _SERVER_KINDS),
+    None: (launcher.PLACES, ("kill", "full")),
+}
+"""Where, and how; none: the launcher."""
 Calls = Mapping[str, Mapping[str, int]]
 """How often each process comes to each place in an undisturbed run."""
 
@@ -43,9 +50,9 @@ class Schedule:
             raise UsageError(f"{path} is no schedule that `paceline chaos` wrote: {error!r}") from None
 
     def require(self, names: str) -> None:
-        """Raises UsageError for whoever is not of these: "worker" or "server"."""
+        """Raises UsageError for whoever is not the launcher, or of these: "worker" or "server"."""
         for who in (strike.who for scene in self.scenes for strike in scene.strikes):
-            if not who.startswith(names):
+            if not who.startswith((names, "launcher")):
                 raise UsageError(f"the schedule strikes {who}, and chaos strikes each {names} under this strategy")
 
     def write(self, path: Path) -> None:
@@ -79,6 +86,16 @@ def of_servers(chance: Random, calls: Calls, *, most: int) -> Scene:
     return Scene(tuple(_often(chance, calls, each, SERVER_PLACES, chance.choice(_SERVER_KINDS)) for each in victims))
 
 
+def of_launcher(chance: Random) -> Scene:
+    """It dies, perhaps just after a checkpoint could not be written, so that another one goes on from the one before.
+    Of ten checkpoints the first is to be there, and one is to come."""
+    number = chance.randint(2, 8)
+    if chance.random() < 0.5:
+        full = Strike("launcher", launcher.WRITES, number, "full")
+        return Scene((full, Strike("launcher", launcher.WRITES, number + 1, "kill")))
+    return Scene((Strike("launcher", chance.choice(list(launcher.PLACES)), number, "kill"),))
+
+
 def _often(chance: Random, calls: Calls, who: str, places: Mapping[str, Any], kind: Kind) -> Strike:
     """Not in the first tenth of its calls, where the run may not have begun, nor in the last fifth, since another
     run may have fewer."""
@@ -94,10 +111,10 @@ def _scene(plain: Mapping[str, Any]) -> Scene:
 
 
 def _checked(strike: Strike) -> Strike:
-    named = re.fullmatch(r"(worker|server)-\d+", strike.who)
+    named = re.fullmatch(r"(worker|server)-\d+|launcher", strike.who)
     if named is None:
-        raise ValueError(f"{strike.who!r} is no worker-N or server-N")
-    places, kinds = (PLACES, get_args(Kind)) if named[1] == "worker" else (SERVER_PLACES, _SERVER_KINDS)
+        raise ValueError(f"{strike.who!r} is no worker-N or server-N, and not the launcher")
+    places, kinds = _STRUCK[named[1]]
     if strike.place not in places or strike.kind not in kinds or strike.number < 1:
         raise ValueError(f"{strike} is not to come: places are {', '.join(places)}; kinds {', '.join(kinds)}")
     return strike

@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,13 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
+import psutil
+
 from paceline.server.replication import Replication
+from paceline.server.shard import Closed
 
 VARIABLE = "PACELINE_STRIKES"
 """This environment variable names the folder of the run that is struck. `strikes.json` lies there."""
-Kind = Literal["kill", "segfault", "stop", "hold", "pause", "full"]
-"""stop: for good, and hold: the interpreter; both until the process is ended as silent. pause: stopped for a second,
-and full: files cannot grow while the place is being called; it outlives both."""
+Kind = Literal["kill", "segfault", "stop", "hold", "pause", "cut", "full"]
+"""stop: for good, and hold: the interpreter; both until the process is ended as silent. pause: stopped for a second;
+cut: its connections are closed; full: files cannot grow while the place is being called. It outlives these three."""
+Address = tuple[str, int]
 Place = tuple[Any, str]
 """A class or module, and its method or function."""
 
@@ -53,7 +58,7 @@ class Strike:
 
     @property
     def is_deadly(self) -> bool:
-        return self.kind not in ("pause", "full")
+        return self.kind not in ("pause", "cut", "full")
 
     @property
     def mark(self) -> str:
@@ -125,9 +130,54 @@ def _full_disk(directory: Path) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def arm_server(index: int) -> None:
+    """Have this process, a server with copies, struck; it writes down which gradients are part of each of its copies."""
+    arm(f"server-{index}", SERVER_PLACES)
+    if VARIABLE not in os.environ:
+        return
+    note = Replication._note
+    counted = Path(os.environ[VARIABLE], "counted", f"server-{index}").open("ab", buffering=0)  # noqa: SIM115
+
+    @functools.wraps(note)
+    def written(copy: Replication, shard: int, closed: Closed) -> None:
+        for worker, (clock, _) in closed.contributors.items():
+            counted.write(f"{copy.key_range} {shard} {worker} {clock}\n".encode())
+        note(copy, shard, closed)
+
+    setattr(Replication, "_note", written)  # noqa: B010 - a method is not to be assigned
+
+
+def can_cut() -> bool:
+    """Whether this process may have the kernel close connections, tried on one of its own: it takes CAP_NET_ADMIN,
+    iproute2's `ss`, and a kernel with INET_DIAG_DESTROY."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as own:
+        try:
+            _cut([(own.getsockname(), own.getpeername())])
+            own.sendall(b".")
+        except OSError as error:
+            return isinstance(error, ConnectionError)
+    return False
+
+
+def own_connections() -> list[tuple[Address, Address]]:
+    """This process's, but for Ray's, which are IPv6 sockets: Ray ends a process that it cannot reach."""
+    connections = psutil.Process().net_connections("tcp4")
+    return [(each.laddr, each.raddr) for each in connections if each.status == psutil.CONN_ESTABLISHED]
+
+
+def _cut(connections: Sequence[tuple[Address, Address]]) -> None:
+    """As a network that breaks: what is under way is lost, and both ends hear of it."""
+    for (host, port), (peer, peer_port) in connections:
+        ends = ["src", f"{host}:{port}", "dst", f"{peer}:{peer_port}"]
+        subprocess.run(["ss", "--kill", "--tcp", "--numeric", *ends], capture_output=True, check=False)
+
+
 def _strike(kind: Kind) -> None:
     if kind == "hold":
         ctypes.PyDLL(None).sleep(HELD_S)
+        return
+    if kind == "cut":
+        _cut(own_connections())
         return
     if kind == "pause":
         subprocess.Popen(["sh", "-c", f"sleep {PAUSED_S}; kill -CONT {os.getpid()}"], start_new_session=True)

@@ -52,6 +52,10 @@ class Replication:
             part.shard.before_closing = partial(self._note, index)
 
     @property
+    def key_range(self) -> int:
+        return self._chain.key_range
+
+    @property
     def is_head(self) -> bool:
         return self._chain.head == self._server
 

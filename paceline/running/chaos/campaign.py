@@ -67,7 +67,7 @@ class Campaign:
         if not self._strikes_servers and not traits.repeats_steps:
             raise UsageError(
                 f"strategy {name_of(self.strategy)}: chaos strikes workers under all-reduce and local updates, as "
-                "--elastic has them, and servers under ps-bsp with replicas=R and more than R servers"
+                "--elastic has them, and servers with replicas=R, more than R of them"
             )
         if self._strikes_servers and self.at_least is not None:
             raise UsageError(f"--at-least has no effect under {name_of(self.strategy)}, where servers are struck")
@@ -75,8 +75,8 @@ class Campaign:
             raise UsageError(f"--at-least {self._least} of --workers {self.workers} leaves nobody to be struck")
         if self.max_steps is not None and not traits.lock_step:
             raise UsageError(
-                f"--max-steps under {name_of(self.strategy)}: fewer workers have fewer samples in as many rounds, so "
-                "that runs cannot be compared; have the script train for fewer epochs"
+                f"--max-steps under {name_of(self.strategy)}: runs would end with other samples, and cannot be "
+                "compared; have the script train for fewer epochs"
             )
         if self.out.exists() and any(self.out.iterdir()):
             raise UsageError(f"--out {self.out} is not empty; give a new folder")
@@ -100,7 +100,7 @@ class Campaign:
 
     @property
     def _strikes_servers(self) -> bool:
-        return self.strategy.traits.num_replicas > 0 and self.strategy.traits.lock_step
+        return self.strategy.traits.num_replicas > 0
 
     @property
     def _struck_ones(self) -> str:
@@ -150,7 +150,9 @@ class Campaign:
         if not failure:
             distance = judging.distance(folder, whole)
             wrong += judging.apart(distance, self.strategy.traits)
-            if not self._strikes_servers and not by_launcher:
+            if self._strikes_servers and not by_launcher:
+                wrong += judging.gradients(folder, whole, met)
+            elif not by_launcher:
                 wrong += judging.samples(folder, whole)
         return Struck(folder, met, distance, (*wrong, *judging.left(folder, before)))
 
@@ -174,7 +176,7 @@ class Campaign:
 
     def _folder(self, name: str, scene: Scene) -> Path:
         folder = self.out / name
-        for each in ("calls", "struck", "committed"):
+        for each in ("calls", "struck", "committed", "counted"):
             (folder / each).mkdir(parents=True)
         (folder / "strikes.json").write_text(json.dumps([asdict(strike) for strike in scene.strikes]))
         return folder.resolve()

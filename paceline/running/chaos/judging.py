@@ -48,10 +48,11 @@ def launcher(folder: Path, strikes: Sequence[Strike]) -> list[str]:
 
 def bound(traits: Traits) -> float:
     """How far the final model may be from the undisturbed run's: none where servers have copies, rounding where
-    updates keep their samples. Under local updates other samples are in each round, and nothing is promised."""
-    if traits.num_replicas:
-        return 0.0
-    return _ROUNDING if traits.lock_step else float("inf")
+    updates keep their samples. Without lock-step other samples, or other parameters, are in each, and nothing is
+    promised."""
+    if not traits.lock_step:
+        return float("inf")
+    return 0.0 if traits.num_replicas else _ROUNDING
 
 
 def distance(folder: Path, whole: Path) -> float:
@@ -81,6 +82,28 @@ def samples(folder: Path, whole: Path) -> list[str]:
         told = f"sample {first} counts {counted[first]} times, and {wanted[first]} times in the undisturbed run"
         wrong.append(f"{len(differ)} samples count otherwise: {told}")
     return wrong
+
+
+def gradients(folder: Path, whole: Path, strikes: Sequence[Strike]) -> list[str]:
+    """Each copy of a server that is left is to be made of all gradients of the undisturbed run, each once."""
+    dead = {strike.who for strike in strikes if strike.is_deadly}
+    wanted = {gradient for path in (whole / "counted").iterdir() for gradient in _gradients(path)}
+    wrong = []
+    for path in sorted(each for each in (folder / "counted").iterdir() if each.name not in dead):
+        counted = _gradients(path)
+        held = {gradient[0] for gradient in counted}
+        due = {gradient for gradient in wanted if gradient[0] in held}
+        differ = [gradient for gradient in due | counted.keys() if counted[gradient] != (gradient in due)]
+        if differ:
+            key_range, _, worker, clock = min(differ)
+            told = f"gradient {clock} of worker {worker} counts {counted[min(differ)]} times in key range {key_range}"
+            wrong.append(f"{len(differ)} gradients count otherwise on {path.name}: {told}")
+    return wrong
+
+
+def _gradients(path: Path) -> Counter[tuple[int, ...]]:
+    """How often each counts that has a line: key range, shard, worker, and which one of the worker's."""
+    return Counter(tuple(map(int, line.split())) for line in path.read_text().splitlines())
 
 
 def num_descriptors() -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Self, final
 
+from paceline.engines import striking
 from paceline.engines.striking import SERVER_PLACES, Kind, Strike
 from paceline.errors import UsageError
 from paceline.running.chaos import launcher
@@ -15,9 +16,10 @@ from paceline.running.chaos.program import AFTER_A_DEATH, AS_JOINER, AT_A_JOIN, 
 
 _KINDS: tuple[Kind, ...] = ("kill", "segfault", "stop", "hold")
 _SERVER_KINDS: tuple[Kind, ...] = ("kill", "segfault")
+_OUTLIVED: tuple[Kind, ...] = ("pause", "cut")
 _STRUCK: Mapping[str | None, tuple[Mapping[str, Any], tuple[Kind, ...]]] = {
-    "worker": (PLACES, (*_KINDS, "pause")),
-    "server": (SERVER_PLACES, _SERVER_KINDS),
+    "worker": (PLACES, (*_KINDS, *_OUTLIVED)),
+    "server": (SERVER_PLACES, (*_SERVER_KINDS, *_OUTLIVED)),
     None: (launcher.PLACES, ("kill", "full")),
 }
 """Where, and how; none: the launcher."""
@@ -50,18 +52,28 @@ class Schedule:
             raise UsageError(f"{path} is no schedule that `paceline chaos` wrote: {error!r}") from None
 
     def require(self, names: str) -> None:
-        """Raises UsageError for whoever is not the launcher, or of these: "worker" or "server"."""
-        for who in (strike.who for scene in self.scenes for strike in scene.strikes):
-            if not who.startswith((names, "launcher")):
-                raise UsageError(f"the schedule strikes {who}, and chaos strikes each {names} under this strategy")
+        """Raises UsageError for whoever is not the launcher, or of these ("worker" or "server"), and for what cannot
+        be done here."""
+        for strike in (strike for scene in self.scenes for strike in scene.strikes):
+            if not strike.who.startswith((names, "launcher")):
+                raise UsageError(
+                    f"the schedule strikes {strike.who}, and chaos strikes each {names} under this strategy"
+                )
+            if strike.kind not in outlived() and strike.kind in _OUTLIVED:
+                raise UsageError(f"the schedule has {strike}: closing connections takes root, iproute2's ss and Linux")
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps({"runs": [asdict(scene) for scene in self.scenes]}, indent=1) + "\n")
 
 
+def outlived() -> tuple[Kind, ...]:
+    """How processes can be struck here that go on all the same."""
+    return _OUTLIVED if striking.can_cut() else ("pause",)
+
+
 def of_workers(chance: Random, calls: Calls, *, most: int) -> Scene:
     """At most so many workers die, one after another or at once; one may be replaced, and the new one die as it joins;
-    another one may pause."""
+    another one may be struck by what it outlives."""
     names = sorted(calls, key=lambda name: int(name.rpartition("-")[2]))
     victims = chance.sample(names, chance.randint(1, most))
     replacements = chance.randint(0, 1)
@@ -76,14 +88,19 @@ def of_workers(chance: Random, calls: Calls, *, most: int) -> Scene:
         strikes.append(Strike(f"worker-{len(names)}", next(iter(AS_JOINER)), 1, chance.choice(_KINDS)))
     others = [name for name in names if name not in victims]
     if chance.random() < 0.5:
-        strikes.append(_often(chance, calls, chance.choice(others), OFTEN, "pause"))
+        strikes.append(_often(chance, calls, chance.choice(others), OFTEN, chance.choice(outlived())))
     return Scene(tuple(strikes), replacements)
 
 
 def of_servers(chance: Random, calls: Calls, *, most: int) -> Scene:
-    """At most so many servers die."""
-    victims = chance.sample(sorted(calls), chance.randint(1, most))
-    return Scene(tuple(_often(chance, calls, each, SERVER_PLACES, chance.choice(_SERVER_KINDS)) for each in victims))
+    """At most so many servers die; another one may be struck by what it outlives."""
+    names = sorted(calls)
+    victims = chance.sample(names, chance.randint(1, most))
+    strikes = [_often(chance, calls, each, SERVER_PLACES, chance.choice(_SERVER_KINDS)) for each in victims]
+    others = [name for name in names if name not in victims]
+    if chance.random() < 0.5:
+        strikes.append(_often(chance, calls, chance.choice(others), SERVER_PLACES, chance.choice(outlived())))
+    return Scene(tuple(strikes))
 
 
 def of_launcher(chance: Random) -> Scene:

@@ -12,7 +12,7 @@ import resource
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, Literal, final
 
 import psutil
 
+from paceline.messages import Message
 from paceline.server.replication import Replication
 from paceline.server.shard import Closed
 
@@ -131,20 +132,29 @@ def _full_disk(directory: Path) -> Iterator[None]:
 
 
 def arm_server(index: int) -> None:
-    """Have this process, a server with copies, struck; it writes down which gradients are part of each of its copies."""
+    """Have this process, a server with copies, struck; it writes down which gradients are part of each copy."""
     arm(f"server-{index}", SERVER_PLACES)
     if VARIABLE not in os.environ:
         return
-    note = Replication._note
+    note, repeat = Replication._note, Replication._repeat
     counted = Path(os.environ[VARIABLE], "counted", f"server-{index}").open("ab", buffering=0)  # noqa: SIM115
 
-    @functools.wraps(note)
-    def written(copy: Replication, shard: int, closed: Closed) -> None:
-        for worker, (clock, _) in closed.contributors.items():
+    def write(copy: Replication, shard: int, gradients: Iterable[tuple[int, int]]) -> None:
+        for worker, clock in gradients:
             counted.write(f"{copy.key_range} {shard} {worker} {clock}\n".encode())
+
+    @functools.wraps(note)
+    def noted(copy: Replication, shard: int, closed: Closed) -> None:
+        write(copy, shard, ((worker, clock) for worker, (clock, _) in closed.contributors.items()))
         note(copy, shard, closed)
 
-    setattr(Replication, "_note", written)  # noqa: B010 - a method is not to be assigned
+    @functools.wraps(repeat)
+    def repeated(copy: Replication, entry: Message) -> None:
+        repeat(copy, entry)
+        write(copy, entry.shard, ((worker, clock) for worker, clock, _ in entry.body.get("contributors", ())))
+
+    setattr(Replication, "_note", noted)  # noqa: B010 - a method is not to be assigned
+    setattr(Replication, "_repeat", repeated)  # noqa: B010
 
 
 def can_cut() -> bool:

@@ -109,11 +109,14 @@ class Replication:
             return  # of one that is taken for dead
         self._core.epoch = entry.epoch
         if entry.clock == self._number + 1:
-            entries.apply(entry, self._core.parts, self._gradients)
-            self._number = entry.clock
+            self._repeat(entry)
             yield from self._hand_on(entry)
         elif entry.clock <= self._acknowledged:
             yield from self._acknowledge(self._acknowledged)
+
+    def _repeat(self, entry: Message) -> None:
+        entries.apply(entry, self._core.parts, self._gradients)
+        self._number = entry.clock
 
     def _hear(self, message: Message) -> Iterator[CopyAction]:
         """The copies after this one have all entries up to this."""

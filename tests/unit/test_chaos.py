@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
@@ -34,17 +35,18 @@ def test_silence_tells_pauses_from_what_is_deadly() -> None:
     assert 5 * striking.PAUSED_S <= campaign.SILENT_S < striking.HELD_S / 2
 
 
-def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path) -> None:
+def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(striking, "can_cut", lambda: True)
     drawn = [schedule.of_workers(Random(seed), CALLS, most=2) for seed in range(100)]
     assert drawn == [schedule.of_workers(Random(seed), CALLS, most=2) for seed in range(100)]
     for scene in drawn:
         assert 1 <= len({strike.who for strike in scene.strikes if strike.is_deadly} & CALLS.keys()) <= 2
     strikes = [strike for scene in drawn for strike in scene.strikes]
     assert {strike.place for strike in strikes} == set(PLACES)
-    assert {strike.kind for strike in strikes} == {"kill", "segfault", "stop", "hold", "pause"}
+    assert {strike.kind for strike in strikes} == {"kill", "segfault", "stop", "hold", "pause", "cut"}
     servers = [schedule.of_servers(Random(seed), SERVERS, most=1) for seed in range(50)]
-    assert all(len(scene.strikes) == 1 for scene in servers)
-    assert {strike.kind for scene in servers for strike in scene.strikes} == {"kill", "segfault"}
+    assert all(sum(strike.is_deadly for strike in scene.strikes) == 1 for scene in servers)
+    assert {strike.kind for scene in servers for strike in scene.strikes} == {"kill", "segfault", "pause", "cut"}
     launchers = [strike for seed in range(100) for strike in schedule.of_launcher(Random(seed)).strikes]
     assert {strike.place for strike in launchers} == set(launcher.PLACES)
     assert {strike.kind for strike in launchers} == {"kill", "full"}
@@ -163,6 +165,34 @@ def test_no_file_grows_on_a_full_disk(tmp_path: Path, monkeypatch) -> None:
     assert striking.met([strike], folder) == (strike,)
 
 
+def test_gradients_that_count_otherwise_are_found(tmp_path: Path) -> None:
+    """Two key ranges with a copy each, and two gradients; what a dead server has counted last does not matter."""
+    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    for folder in (whole, struck):
+        (folder / "counted").mkdir(parents=True)
+        for name in ("server-0", "server-1"):
+            (folder / "counted" / name).write_text("0 0 0 1\n0 0 1 1\n1 0 0 1\n1 0 1 1\n")
+    (struck / "counted" / "server-0").write_text("0 0 0 1\n")
+    dead = [Strike("server-0", "is asked", 1, "kill")]
+    assert judging.gradients(struck, whole, dead) == []
+    (struck / "counted" / "server-1").write_text("0 0 0 1\n0 0 0 1\n0 0 1 1\n1 0 0 1\n")
+    told = "2 gradients count otherwise on server-1: gradient 1 of worker 0 counts 2 times in key range 0"
+    assert judging.gradients(struck, whole, dead) == [told]
+
+
+@pytest.mark.skipif(not striking.can_cut(), reason="takes CAP_NET_ADMIN and ss")
+def test_a_connection_is_cut_and_no_other(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        cut, other = (socket.create_connection(listener.getsockname()) for _ in range(2))
+        with cut, other:
+            assert (cut.getsockname(), cut.getpeername()) in striking.own_connections()
+            monkeypatch.setattr(striking, "own_connections", lambda: [(cut.getsockname(), cut.getpeername())])
+            striking._strike("cut")
+            assert other.send(b".") == 1
+            with pytest.raises(ConnectionError):
+                cut.send(b".")
+
+
 def test_a_model_that_is_not_finite_is_wrong(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", steps={1: [0]})
     destroyed = run(tmp_path / "destroyed", steps={1: [0]}, weight=float("nan"))
@@ -186,10 +216,10 @@ def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> No
     ("strategy", "options", "given", "words"),
     [
         ("gossip", {}, {}, "strategy gossip: chaos strikes workers under all-reduce and local updates"),
-        ("ps-bsp", {"servers": 2}, {}, "servers under ps-bsp with replicas=R"),
+        ("ps-bsp", {"servers": 2}, {}, "servers with replicas=R, more than R"),
         ("all-reduce", {}, {"at_least": 3}, "--at-least 3 of --workers 3 leaves nobody to be struck"),
         ("ps-bsp", {"servers": 2, "replicas": 1}, {"at_least": 1}, "--at-least has no effect under ps-bsp"),
-        ("diloco", {}, {"max_steps": 9}, "--max-steps under diloco: fewer workers have fewer samples"),
+        ("diloco", {}, {"max_steps": 9}, "--max-steps under diloco: runs would end with other samples"),
     ],
 )
 def test_what_cannot_be_struck(tmp_path: Path, strategy: str, options, given, words: str) -> None:

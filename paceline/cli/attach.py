@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.cli import exit_codes
-from paceline.cli.detaching import OUTPUT_FILE
+from paceline.cli.guarding import OUTPUT_FILE
 from paceline.cli.runs import state_of
 from paceline.cli.scale import directory_of
 from paceline.config import RunConfig
@@ -38,14 +38,16 @@ def attach(
     Example: paceline attach runs/mine
     """
     directory, console = directory_of(run), Console(stderr=True)
-    manifest, launcher = Result.open(directory).manifest, requests.launcher_of(directory)
+    manifest = Result.open(directory).manifest
     output = _Output(directory / OUTPUT_FILE, console)
-    if launcher is not None:
+    for process_of in (requests.guard_of, requests.launcher_of):  # where the guard dies, its launcher goes on
+        if (process := process_of(directory)) is None:
+            continue
         label = f"{manifest['strategy']['name']} x {manifest['num_workers']}"
         config = RunConfig(max_steps=manifest["config"]["max_steps"])
         try:
             with ProgressLine(console, label, config) as line:
-                _follow(directory, launcher, line, output)
+                _follow(directory, process, line, output)
         except KeyboardInterrupt:
             _say(console, f"{directory} goes on; paceline stop {directory} ends it")
             raise
@@ -55,11 +57,11 @@ def attach(
     raise typer.Exit(_STATUS.get(state, exit_codes.FAILED))
 
 
-def _follow(directory: Path, launcher: int, line: ProgressLine, output: "_Output") -> None:
-    """Show what there is to see until the run has ended: a detached one prints its last words after it has ceased to
-    answer, and then its process ends; others' processes may go on."""
+def _follow(directory: Path, keeper: int, line: ProgressLine, output: "_Output") -> None:
+    """Show what there is to see until the run's guard or launcher has ended: a detached one prints its last words after
+    it has ceased to answer, and then its process ends; others' processes may go on."""
     try:
-        process = os.pidfd_open(launcher)
+        process = os.pidfd_open(keeper)
     except ProcessLookupError:
         return
     try:
@@ -68,7 +70,7 @@ def _follow(directory: Path, launcher: int, line: ProgressLine, output: "_Output
             try:
                 line.on_progress(Progress.from_json(requests.ask(directory, {"do": "progress"})))
             except UsageError:
-                if requests.launcher_of(directory) != launcher and not output.is_of(launcher):
+                if requests.launcher_of(directory) != keeper and not output.is_of(keeper):
                     return
     finally:
         os.close(process)

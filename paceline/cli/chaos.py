@@ -1,4 +1,4 @@
-"""`paceline chaos`: runs of one script whose workers or servers die where chance has it."""
+"""`paceline chaos`: runs of one script whose workers, servers or launcher die where chance has it."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ from paceline.errors import RunFailed, UsageError
 def chaos(
     script: common_options.Script,
     strategy: Annotated[
-        str, typer.Option(help="all-reduce, local updates (diloco:every=10), or ps-bsp with servers and replicas.")
+        str, typer.Option(help="all-reduce, local updates (diloco:every=10), or servers with replicas.")
     ] = "all-reduce",
     workers: Annotated[int, typer.Option(help="Processes that train.")] = 3,
     option: Annotated[
@@ -23,14 +23,14 @@ def chaos(
     ] = None,
     kills: Annotated[
         int | None,
-        typer.Option(help="Workers, or servers, that are to die, in as many runs as it takes.", show_default="10"),
+        typer.Option(help="Processes that are to die, in as many runs as it takes.", show_default="10"),
     ] = None,
     at_least: Annotated[
         int | None, typer.Option(help="Workers that are left alive in each run.", show_default="1")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the script, and of who is struck where, how and when.")] = 0,
     max_steps: Annotated[
-        int | None, typer.Option(help="End each run after so many iterations; not under local updates.")
+        int | None, typer.Option(help="End each run after so many iterations; under all-reduce and ps-bsp.")
     ] = None,
     schedule: Annotated[
         Path | None, typer.Option(help="Strike as this file has it, which an earlier call wrote.", show_default=False)
@@ -40,13 +40,13 @@ def chaos(
     ] = None,
     arguments: common_options.Arguments = None,
 ) -> None:
-    """Kill workers or servers of runs of SCRIPT at places of the protocol, and judge whether nothing is lost.
+    """Strike processes of runs of SCRIPT at places of the protocol, and judge whether nothing is lost.
 
     One run is left alone. In the others processes end (SIGKILL, a segmentation fault), stop (SIGSTOP, for good or for a
-    second) or hold their interpreter: workers, which the others outlive as in elastic runs, or servers that have copies
-    (replicas=R). A run is right if whoever was struck and nobody else is lost, every sample counts as often as in the
-    undisturbed run, the final model is as near to that one's as the strategy promises, and no process or descriptor
-    is left.
+    second), hold their interpreter, or lose their connections: workers, which the others outlive as in elastic runs, or
+    servers that have copies (replicas=R); or the launcher of a detached run dies, or finds its disk full. A run is
+    right if whoever was struck and nobody else is lost, every sample or gradient counts as often as in the undisturbed
+    run, the final model is as near to that one's as the strategy promises, and no process or descriptor is left.
 
     Example: paceline chaos train.py --strategy all-reduce --kills 20 --seed 7
     """

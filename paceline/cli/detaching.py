@@ -11,10 +11,8 @@ from typing import Any, NoReturn, final
 import typer
 from rich.console import Console
 
+from paceline.cli.guarding import Guard, print_to
 from paceline.engines.standing import Progress, Watcher
-
-OUTPUT_FILE = "output.txt"
-"""In the result directory: what a detached run's scripts print, and what the command would say at its end."""
 
 
 @final
@@ -41,10 +39,11 @@ class Detached(Watcher):
     def on_progress(self, progress: Progress) -> None:
         if self._waiting is None:
             return
-        with (self._directory / OUTPUT_FILE).open("ab") as file:
-            for stream in (1, 2):
-                os.dup2(file.fileno(), stream)
-        with contextlib.suppress(OSError):  # who waited may be gone, as when its terminal was closed
+        print_to(self._directory)
+        from paceline.running.chaos import launcher  # here, because torch takes a while to load
+
+        launcher.arm(self._directory)
+        with contextlib.suppress(OSError):  # its guard may be gone
             os.write(self._waiting, os.fsencode(self._directory))
         os.close(self._waiting)
         self._waiting = None
@@ -54,13 +53,13 @@ class Detached(Watcher):
             print(f"[{who}] {line}", file=sys.stderr, flush=True)
 
 
-def detach() -> int:
-    """Go on in a child process of a session of its own; the parent waits until the run is under way, and exits.
+def detach() -> tuple[int, Path | None]:
+    """Go on in a guarded process of a session of its own; this one waits until the run is under way, and exits.
 
     To be called while the process has one thread.
 
     Returns:
-        In the child, the descriptor that `Detached` tells the parent by.
+        The descriptor that `Detached` tells by, and the directory of the run to resume, where a launcher was killed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -74,7 +73,7 @@ def detach() -> int:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    return waiting
+    return Guard(waiting).launch()
 
 
 def _wait(child: int, word: int) -> NoReturn:

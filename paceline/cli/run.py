@@ -129,7 +129,9 @@ def run(
     """
     if detach and engine != "ray":
         raise UsageError("--detach is for runs on real processes; leave it out, or use --engine ray")
-    waiting = detaching.detach() if detach else None
+    waiting, killed = detaching.detach() if detach else (None, None)
+    if killed is not None:
+        out, resume, resume_from = None, killed, "newest"
     console = Console(stderr=True)
     if job_hosts.is_lent(console, engine=engine, address=address):
         return

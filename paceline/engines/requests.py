@@ -26,17 +26,21 @@ class Desk:
 
     Args:
         answer: what is said to a request; it raises PacelineError where that is a refusal.
+        is_guard: this is the process that guards the launcher, which is asked where there is none.
     """
 
-    def __init__(self, directory: Path, answer: Callable[[Mapping[str, Any]], str]) -> None:
+    def __init__(self, directory: Path, answer: Callable[[Mapping[str, Any]], str], *, is_guard: bool = False) -> None:
         self._answer = answer
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._selector = selectors.DefaultSelector()
         with contextlib.suppress(OSError):  # somebody has the name: this run then hears nobody
-            self._socket.bind(_name(directory))
+            self._socket.bind(_name(directory, is_guard=is_guard))
             self._socket.listen()
             self._socket.setblocking(False)
             self._selector.register(self._socket, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        return self._selector.fileno()
 
     def turn(self) -> None:
         """Answer who has come; waits for nobody."""
@@ -64,7 +68,10 @@ def ask(directory: Path, request: Mapping[str, Any]) -> str:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_ANSWER_S)
         try:
-            connection.connect(_name(directory))
+            try:
+                connection.connect(_name(directory))
+            except ConnectionRefusedError:
+                connection.connect(_name(directory, is_guard=True))
             is_own = _user_of(connection) == os.geteuid()
             if is_own:
                 connection.sendall(json.dumps(request).encode() + b"\n")
@@ -82,24 +89,33 @@ def ask(directory: Path, request: Mapping[str, Any]) -> str:
 
 def is_under_way(directory: Path) -> bool:
     """Whether a launcher of this host has its run in this directory."""
-    return launcher_of(directory) is not None
+    return launcher_of(directory) is not None or guard_of(directory) is not None
 
 
 def launcher_of(directory: Path) -> int | None:
     """The process of this host that has its run in this directory, if there is one."""
+    return _owner_of(_name(directory))
+
+
+def guard_of(directory: Path) -> int | None:
+    """The process of this host that starts another launcher of this run where one is killed, if there is one."""
+    return _owner_of(_name(directory, is_guard=True))
+
+
+def _owner_of(name: str) -> int | None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_PATIENCE_S)
         try:
-            connection.connect(_name(directory))
+            connection.connect(name)
         except OSError:
             return None
         return _process_of(connection) if _user_of(connection) == os.geteuid() else None
 
 
-def _name(directory: Path) -> str:
+def _name(directory: Path, *, is_guard: bool = False) -> str:
     """In the kernel's own list of sockets, so that none is left in the file system."""
     found = directory.stat()
-    return f"\0paceline-{found.st_dev:x}-{found.st_ino:x}"
+    return f"\0paceline-{found.st_dev:x}-{found.st_ino:x}{'-guard' if is_guard else ''}"
 
 
 def _read(connection: socket.socket) -> dict[str, Any]:

@@ -52,12 +52,15 @@ class Replication:
             part.shard.before_closing = partial(self._note, index)
 
     @property
+    def key_range(self) -> int:
+        return self._chain.key_range
+
+    @property
     def is_head(self) -> bool:
         return self._chain.head == self._server
 
     def receive(self, message: Message, now_s: float) -> Iterator[CopyAction]:
-        """What to do about a worker's message, or another copy's; to the end, or the state is not whole. Raises
-        WireError if it is another copy's, and not the next one."""
+        """What to do about a worker's message, or another copy's; to the end, or the state is not whole."""
         if message.kind is Kind.REPLICATE:
             yield from self._take(message)
         elif message.kind is Kind.REPLICATED:
@@ -75,6 +78,10 @@ class Replication:
         if is_last:
             self._unacknowledged.clear()
         yield from self._acknowledge(self._number if is_last else self._acknowledged)
+        yield from self.send_again()
+
+    def send_again(self) -> Iterator[CopyAction]:
+        """The connection to the next copy was broken, and what was on its way, in either direction, is lost."""
         for entry in list(self._unacknowledged):
             yield self._forward(entry)
 
@@ -96,18 +103,20 @@ class Replication:
             self._new.append(entries.of_closed(index, self._core.parts[index], closed))
 
     def _take(self, entry: Message) -> Iterator[CopyAction]:
-        """An entry of the copy before. One of a later epoch comes from who was told of the new chain earlier."""
+        """An entry of the copy before. One of a later epoch comes from who was told of the new chain earlier. One that
+        comes after a gap is passed over: what was lost comes again, and it after that."""
         if self.is_head or entry.epoch < self._core.epoch:
             return  # of one that is taken for dead
         self._core.epoch = entry.epoch
-        if entry.clock > self._number + 1:
-            raise WireError(f"entry {entry.clock} has come after entry {self._number}")
         if entry.clock == self._number + 1:
-            entries.apply(entry, self._core.parts, self._gradients)
-            self._number = entry.clock
+            self._repeat(entry)
             yield from self._hand_on(entry)
         elif entry.clock <= self._acknowledged:
             yield from self._acknowledge(self._acknowledged)
+
+    def _repeat(self, entry: Message) -> None:
+        entries.apply(entry, self._core.parts, self._gradients)
+        self._number = entry.clock
 
     def _hear(self, message: Message) -> Iterator[CopyAction]:
         """The copies after this one have all entries up to this."""

@@ -1,4 +1,4 @@
-"""`paceline run --detach`: who started the run and who looks on may go; who keeps it is needed, and leaves nothing."""
+"""`paceline run --detach`: who started the run and who looks on may go, and so may who keeps it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import termios
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 
 import paceline
 from paceline.checkpoint_files import iteration_of
-from paceline.engines.requests import launcher_of
+from paceline.engines.requests import guard_of, is_under_way, launcher_of
 from tests.distributed.harness import AGENTS_GRACE_S, PACELINE, Command, is_training, pids, wait_until
 from tests.distributed.local import Listener
 from tests.distributed.test_elastic import SCRIPT, require_each_sample_once, require_same_model, undisturbed
@@ -72,7 +71,7 @@ def test_a_run_outlives_who_started_it_and_who_looks_on(start, tmp_path: Path) -
     assert interrupted.status == INTERRUPTED
     keeper = launcher_of(out)
     assert keeper is not None
-    assert os.getsid(keeper) == keeper
+    assert os.getsid(keeper) == guard_of(out)
 
     told = stays.wait()
     assert stays.status == 0, told
@@ -85,28 +84,39 @@ def test_a_run_outlives_who_started_it_and_who_looks_on(start, tmp_path: Path) -
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("victim", "after"),
-    [
-        ("keeper", {"strategy": "all-reduce", "workers": 3, "elastic": "1:3"}),
-        ("head node", {"strategy": "diloco:every=3", "workers": 3, "elastic": "1:3"}),
-    ],
-)
-def test_after_the_keepers_or_the_head_nodes_death_resume_goes_on(start, tmp_path: Path, victim: str, after) -> None:
-    """With another number of workers; after the head node's, on which Ray and all members die at once, under another
-    strategy, too."""
+def test_a_run_outlives_its_launcher_and_then_its_guard(start, tmp_path: Path) -> None:
+    """What came after the checkpoint is trained anew, to the undisturbed run's model."""
+    out = tmp_path / "out"
+    command = begin(start, out, "--checkpoint-every", 5, epochs=4, step_s=0.3)
+    attached = start("attach", out)
+    assert wait_until((out / "checkpoint.pt").exists, within_s=WITHIN_S)
+    killed, guard, members = launcher_of(out), guard_of(out), pids(out).values()
+    assert killed is not None
+    assert guard is not None
+    os.kill(killed, signal.SIGKILL)
+    assert wait_until(lambda: not any(map(psutil.pid_exists, members)), within_s=20.0)
+    assert is_under_way(out)
+    assert wait_until(lambda: launcher_of(out) not in (None, killed), within_s=WITHIN_S)
+    os.kill(guard, signal.SIGKILL)
+    told = attached.wait()
+    assert attached.status == 0, told
+    assert "the launcher was killed; another one goes on from iteration" in told
+    assert told.rstrip().endswith(f"{out}: ended")
+    evaluations = (out / "evaluations.jsonl").read_text().splitlines()
+    assert json.loads(evaluations[-1])["samples"] == 4 * 96
+    require_same_model(out, undisturbed(workers=2, epochs=4))
+    command.assert_nothing_left(within_s=AGENTS_GRACE_S)
+
+
+@pytest.mark.timeout(600)
+def test_after_the_head_nodes_death_resume_goes_on(start, tmp_path: Path) -> None:
+    """On which guard, launcher, Ray and all members die at once; with other workers, under another strategy."""
     out = tmp_path / "out"
     launcher = begin(start, out, "--checkpoint-every", 5, epochs=3, step_s=0.3)
     attached = start("attach", out)
     assert wait_until((out / "checkpoint.pt").exists, within_s=WITHIN_S)
-    keeper, members = launcher_of(out), pids(out).values()
-    assert keeper is not None
-    everybody = [int(line.split()[0]) for line in launcher.processes()]
-    for pid in [keeper] if victim == "keeper" else everybody:
-        os.kill(pid, signal.SIGKILL)
-    died_s = time.monotonic()
-    assert wait_until(lambda: not any(map(psutil.pid_exists, members)), within_s=20.0)
-    print(f"{time.monotonic() - died_s:.1f} s from the death of the {victim} until no worker was left")
+    for line in launcher.processes():
+        os.kill(int(line.split()[0]), signal.SIGKILL)
     assert attached.wait().rstrip().endswith(f"{out}: cut off")
     assert attached.status == 1
     launcher.assert_nothing_left(within_s=AGENTS_GRACE_S)
@@ -115,10 +125,10 @@ def test_after_the_keepers_or_the_head_nodes_death_resume_goes_on(start, tmp_pat
     assert saved is not None
     assert 5 <= saved < 36
     given = ["--log", str(tmp_path / "log"), "--epochs", "3"]
-    result = paceline.run(SCRIPT, arguments=given, resume=out, out=tmp_path / "resumed", watcher=Listener(), **after)
+    settings = {"strategy": "diloco:every=3", "workers": 3, "elastic": "1:3"}
+    resumed = tmp_path / "resumed"
+    result = paceline.run(SCRIPT, arguments=given, resume=out, out=resumed, watcher=Listener(), **settings)
     # Until a round's exchange is done, its local steps have the iteration of the round before.
-    assert min(step.iteration for step in result.steps) == saved + (after["strategy"] == "all-reduce")
+    assert min(step.iteration for step in result.steps) == saved
     evaluations = (result.directory / "evaluations.jsonl").read_text().splitlines()
     assert json.loads(evaluations[-1])["samples"] == 3 * 96
-    if after["strategy"] == "all-reduce":
-        require_same_model(result.directory, undisturbed(workers=2, epochs=3))

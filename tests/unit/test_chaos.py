@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
@@ -14,7 +16,7 @@ from paceline.engines import striking
 from paceline.engines.scripting import Script
 from paceline.engines.striking import SERVER_PLACES, Strike
 from paceline.errors import RunFailed, UsageError
-from paceline.running.chaos import Campaign, Schedule, campaign, judging, schedule
+from paceline.running.chaos import Campaign, Schedule, campaign, judging, launcher, schedule
 from paceline.running.chaos.program import OFTEN, PLACES
 from paceline.strategies import build
 from paceline.training.snapshot import as_model_file
@@ -25,7 +27,7 @@ SERVERS = {f"server-{index}": dict.fromkeys(SERVER_PLACES, 20) for index in rang
 
 
 def test_places_are_there() -> None:
-    for owner, name in [*PLACES.values(), *SERVER_PLACES.values()]:
+    for owner, name in [*PLACES.values(), *SERVER_PLACES.values(), *launcher.PLACES.values()]:
         assert callable(getattr(owner, name))
 
 
@@ -33,17 +35,21 @@ def test_silence_tells_pauses_from_what_is_deadly() -> None:
     assert 5 * striking.PAUSED_S <= campaign.SILENT_S < striking.HELD_S / 2
 
 
-def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path) -> None:
+def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(striking, "can_cut", lambda: True)
     drawn = [schedule.of_workers(Random(seed), CALLS, most=2) for seed in range(100)]
     assert drawn == [schedule.of_workers(Random(seed), CALLS, most=2) for seed in range(100)]
     for scene in drawn:
         assert 1 <= len({strike.who for strike in scene.strikes if strike.is_deadly} & CALLS.keys()) <= 2
     strikes = [strike for scene in drawn for strike in scene.strikes]
     assert {strike.place for strike in strikes} == set(PLACES)
-    assert {strike.kind for strike in strikes} == {"kill", "segfault", "stop", "hold", "pause"}
+    assert {strike.kind for strike in strikes} == {"kill", "segfault", "stop", "hold", "pause", "cut"}
     servers = [schedule.of_servers(Random(seed), SERVERS, most=1) for seed in range(50)]
-    assert all(len(scene.strikes) == 1 for scene in servers)
-    assert {strike.kind for scene in servers for strike in scene.strikes} == {"kill", "segfault"}
+    assert all(sum(strike.is_deadly for strike in scene.strikes) == 1 for scene in servers)
+    assert {strike.kind for scene in servers for strike in scene.strikes} == {"kill", "segfault", "pause", "cut"}
+    launchers = [strike for seed in range(100) for strike in schedule.of_launcher(Random(seed)).strikes]
+    assert {strike.place for strike in launchers} == set(launcher.PLACES)
+    assert {strike.kind for strike in launchers} == {"kill", "full"}
     often = [each for each in strikes if each.place in OFTEN] + [each for scene in servers for each in scene.strikes]
     assert {each.number for each in often} == set(range(3, 17))  # of 20 calls
     path = tmp_path / "schedule.json"
@@ -127,6 +133,66 @@ def test_losses_are_found(tmp_path: Path) -> None:
     assert judging.bound(build("ps-bsp", {"servers": 2, "replicas": 1}).traits) == 0.0
 
 
+def test_a_launcher_whose_death_or_full_disk_nobody_tells(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    said = tmp_path / "out" / "output.txt"
+    said.write_text("the launcher was killed; another one goes on from iteration 6\n")
+    strikes = [Strike("launcher", launcher.WRITES, 4, "full"), Strike("launcher", launcher.WRITES, 5, "kill")]
+    assert judging.launcher(tmp_path, strikes) == ["nothing says 'what was there before is intact'"]
+    said.write_text("cannot write checkpoint.pt: File too large; what was there before is intact\n")
+    assert judging.launcher(tmp_path, strikes) == ["nothing says 'the launcher was killed; another one goes on'"]
+
+
+def test_no_file_grows_on_a_full_disk(tmp_path: Path, monkeypatch) -> None:
+    """What is as large as the largest file of the result directory cannot be written, while it is full."""
+    folder, out = tmp_path, tmp_path / "out"
+    for each in ("calls", "struck", "out"):
+        (folder / each).mkdir()
+    (out / "checkpoint.pt").write_bytes(bytes(100_000))
+    strike = Strike("launcher", "place", 2, "full")
+    (folder / "strikes.json").write_text(json.dumps([asdict(strike)]))
+
+    class Writing:
+        def write(self, size: int) -> None:
+            (out / "other").write_bytes(bytes(size))
+
+    monkeypatch.setenv(striking.VARIABLE, str(folder))
+    striking.arm("launcher", {"place": (Writing, "write")})
+    Writing().write(100_000)
+    with pytest.raises(OSError, match="File too large"):
+        Writing().write(100_000)
+    Writing().write(100_000)
+    assert striking.met([strike], folder) == (strike,)
+
+
+def test_gradients_that_count_otherwise_are_found(tmp_path: Path) -> None:
+    """Two key ranges with a copy each, and two gradients; what a dead server has counted last does not matter."""
+    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    for folder in (whole, struck):
+        (folder / "counted").mkdir(parents=True)
+        for name in ("server-0", "server-1"):
+            (folder / "counted" / name).write_text("0 0 0 1\n0 0 1 1\n1 0 0 1\n1 0 1 1\n")
+    (struck / "counted" / "server-0").write_text("0 0 0 1\n")
+    dead = [Strike("server-0", "is asked", 1, "kill")]
+    assert judging.gradients(struck, whole, dead) == []
+    (struck / "counted" / "server-1").write_text("0 0 0 1\n0 0 0 1\n0 0 1 1\n1 0 0 1\n")
+    told = "2 gradients count otherwise on server-1: gradient 1 of worker 0 counts 2 times in key range 0"
+    assert judging.gradients(struck, whole, dead) == [told]
+
+
+@pytest.mark.skipif(not striking.can_cut(), reason="takes CAP_NET_ADMIN and ss")
+def test_a_connection_is_cut_and_no_other(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        cut, other = (socket.create_connection(listener.getsockname()) for _ in range(2))
+        with cut, other:
+            assert (cut.getsockname(), cut.getpeername()) in striking.own_connections()
+            monkeypatch.setattr(striking, "own_connections", lambda: [(cut.getsockname(), cut.getpeername())])
+            striking._strike("cut")
+            assert other.send(b".") == 1
+            with pytest.raises(ConnectionError):
+                cut.send(b".")
+
+
 def test_a_model_that_is_not_finite_is_wrong(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", steps={1: [0]})
     destroyed = run(tmp_path / "destroyed", steps={1: [0]}, weight=float("nan"))
@@ -150,10 +216,10 @@ def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> No
     ("strategy", "options", "given", "words"),
     [
         ("gossip", {}, {}, "strategy gossip: chaos strikes workers under all-reduce and local updates"),
-        ("ps-bsp", {"servers": 2}, {}, "servers under ps-bsp with replicas=R"),
+        ("ps-bsp", {"servers": 2}, {}, "servers with replicas=R, more than R"),
         ("all-reduce", {}, {"at_least": 3}, "--at-least 3 of --workers 3 leaves nobody to be struck"),
         ("ps-bsp", {"servers": 2, "replicas": 1}, {"at_least": 1}, "--at-least has no effect under ps-bsp"),
-        ("diloco", {}, {"max_steps": 9}, "--max-steps under diloco: fewer workers have fewer samples"),
+        ("diloco", {}, {"max_steps": 9}, "--max-steps under diloco: runs would end with other samples"),
     ],
 )
 def test_what_cannot_be_struck(tmp_path: Path, strategy: str, options, given, words: str) -> None:

@@ -2,12 +2,20 @@
 
 import functools
 from collections.abc import Mapping
-from typing import final
+from typing import NamedTuple, final
 
 import zmq
 
 from paceline.comm.wire import Caller, Keys
 from paceline.messages import Message
+
+
+class _Way(NamedTuple):
+    to: int
+    """A server."""
+    caller: Caller
+    broken: zmq.Socket[bytes]
+    """Says when its connection is broken. ZeroMQ makes another one, and what was on its way is lost."""
 
 
 @final
@@ -16,38 +24,48 @@ class NextCopies:
 
     Args:
         server: which one of the group this is.
-        poller: told of their sockets.
+        poller: told of their sockets, and of what says that they are broken.
     """
 
     def __init__(self, keys: Keys, *, server: int, poller: zmq.Poller) -> None:
         self.endpoints: Mapping[int, str] = {}
         """Where each server listens."""
         self._keys, self._server, self._poller = keys, server, poller
-        self._callers: dict[int, tuple[int, Caller]] = {}  # by key range, and to which server
+        self._ways: dict[int, _Way] = {}  # by key range
 
     def send(self, key_range: int, to: int, message: Message) -> None:
         """The last server it was sent to is no longer spoken to, if that was another one."""
-        if key_range not in self._callers or self._callers[key_range][0] != to:
+        if key_range not in self._ways or self._ways[key_range].to != to:
             self._close(key_range)
             identity = identity_of_server(self._server, key_range).decode()
             caller = Caller(self._keys, endpoint=self.endpoints[to], identity=identity)
-            self._poller.register(caller.socket, zmq.POLLIN)
-            self._callers[key_range] = to, caller
-        self._callers[key_range][1].send(message)
+            way = _Way(to, caller, caller.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+            for socket in (way.caller.socket, way.broken):
+                self._poller.register(socket, zmq.POLLIN)
+            self._ways[key_range] = way
+        self._ways[key_range].caller.send(message)
 
-    def about(self, socket: zmq.Socket[bytes]) -> tuple[int, int]:
-        """The key range that this socket is for, and the server at its other end."""
-        return next((key_range, to) for key_range, (to, caller) in self._callers.items() if caller.socket is socket)
+    def about(self, socket: zmq.Socket[bytes]) -> tuple[int, int, bool]:
+        """The key range that this socket is for, the server at its other end, and whether it says that the connection
+        is broken."""
+        return next(
+            (key_range, way.to, socket is way.broken)
+            for key_range, way in self._ways.items()
+            if socket in (way.caller.socket, way.broken)
+        )
 
     def close(self) -> None:
-        for key_range in list(self._callers):
+        for key_range in list(self._ways):
             self._close(key_range)
 
     def _close(self, key_range: int) -> None:
-        if key_range in self._callers:
-            _, caller = self._callers.pop(key_range)
-            self._poller.unregister(caller.socket)
-            caller.close()
+        if key_range in self._ways:
+            way = self._ways.pop(key_range)
+            for socket in (way.caller.socket, way.broken):
+                self._poller.unregister(socket)
+            way.caller.socket.disable_monitor()
+            way.broken.close(linger=0)
+            way.caller.close()
 
 
 @functools.lru_cache

@@ -175,8 +175,12 @@ class ParameterService:
         holding.handle(identity, frames)
 
     def _handle_next_copy(self, socket: zmq.Socket[bytes]) -> None:
-        key_range, server = self._next_copies.about(socket)
-        self._copies[key_range].handle_copy(server, socket.recv_multipart(copy=False))
+        key_range, server, is_broken = self._next_copies.about(socket)
+        frames = socket.recv_multipart(copy=False)
+        if is_broken:
+            self._copies[key_range].send_again()
+        else:
+            self._copies[key_range].handle_copy(server, frames)
 
     def _reform(self, chain: Chain) -> None:
         self._copies[chain.key_range].reform(chain)

@@ -66,7 +66,7 @@ def connected(address: str | None, *, insecure: bool = False, num_workers: int =
         RunFailed: the cluster does not answer; the message says what was tried.
     """
     if ray.is_initialized():
-        own = str(ray.get_runtime_context().gcs_address)
+        own = connected_to()
         if address is not None and not _is_same(address, own):
             raise UsageError(f"this process is connected to Ray at {own}, not at {address}; call ray.shutdown() first")
         require_token_mode(own, insecure=insecure)
@@ -82,6 +82,11 @@ def connected(address: str | None, *, insecure: bool = False, num_workers: int =
         finally:
             with hold_back_interrupts():
                 ray.shutdown()
+
+
+def connected_to() -> str:
+    """The address of the cluster that this process is connected to."""
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _is_same(address: str, own: str) -> bool:

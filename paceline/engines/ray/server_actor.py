@@ -27,7 +27,7 @@ class ServerActor:
 
     def __init__(self, launcher: LauncherAddress, index: int) -> None:
         torch.set_num_threads(1)
-        striking.arm(f"server-{index}", striking.SERVER_PLACES)
+        striking.arm_server(index)
         self._service: ParameterService | None = None
         self._line = ControlLine(
             launcher,

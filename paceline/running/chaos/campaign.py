@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -10,19 +11,22 @@ from typing import NamedTuple, final
 
 from paceline.elastic import Elastic
 from paceline.engines import striking
-from paceline.engines.ray.nodes import connected
+from paceline.engines.ray.nodes import connected, connected_to
 from paceline.engines.scripting import Script
 from paceline.engines.striking import Strike
 from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.running import launch
-from paceline.running.chaos import judging, schedule
+from paceline.running.chaos import judging, launcher, schedule
 from paceline.running.chaos.program import StruckProgram
 from paceline.running.chaos.schedule import Scene, Schedule
-from paceline.strategies import name_of
+from paceline.running.result import Result
+from paceline.strategies import name_of, settings_of
 from paceline.strategies.base import Strategy
 
 SCHEDULE_FILE = "schedule.json"
 _DEADLINE_S = 60.0
+_OF_LAUNCHER = 0.25
+"""In so many of the runs the launcher is struck."""
 SILENT_S = 10.0
 """Who is silent for so long is ended: far longer than a pause on a busy machine, and shorter than what is deadly."""
 
@@ -63,7 +67,7 @@ class Campaign:
         if not self._strikes_servers and not traits.repeats_steps:
             raise UsageError(
                 f"strategy {name_of(self.strategy)}: chaos strikes workers under all-reduce and local updates, as "
-                "--elastic has them, and servers under ps-bsp with replicas=R and more than R servers"
+                "--elastic has them, and servers with replicas=R, more than R of them"
             )
         if self._strikes_servers and self.at_least is not None:
             raise UsageError(f"--at-least has no effect under {name_of(self.strategy)}, where servers are struck")
@@ -71,8 +75,8 @@ class Campaign:
             raise UsageError(f"--at-least {self._least} of --workers {self.workers} leaves nobody to be struck")
         if self.max_steps is not None and not traits.lock_step:
             raise UsageError(
-                f"--max-steps under {name_of(self.strategy)}: fewer workers have fewer samples in as many rounds, so "
-                "that runs cannot be compared; have the script train for fewer epochs"
+                f"--max-steps under {name_of(self.strategy)}: runs would end with other samples, and cannot be "
+                "compared; have the script train for fewer epochs"
             )
         if self.out.exists() and any(self.out.iterdir()):
             raise UsageError(f"--out {self.out} is not empty; give a new folder")
@@ -96,7 +100,7 @@ class Campaign:
 
     @property
     def _strikes_servers(self) -> bool:
-        return self.strategy.traits.num_replicas > 0 and self.strategy.traits.lock_step
+        return self.strategy.traits.num_replicas > 0
 
     @property
     def _struck_ones(self) -> str:
@@ -121,6 +125,8 @@ class Campaign:
             raise RunFailed("no run came to where the schedule strikes; give one of this script and these settings")
 
     def _drawn(self, chance: Random, calls: schedule.Calls, left: int) -> Scene:
+        if chance.random() < _OF_LAUNCHER:
+            return schedule.of_launcher(chance)
         if self._strikes_servers:
             return schedule.of_servers(chance, calls, most=min(left, self.strategy.traits.num_replicas))
         return schedule.of_workers(chance, calls, most=min(left, self.workers - self._least))
@@ -128,36 +134,63 @@ class Campaign:
     def _struck(self, name: str, scene: Scene, whole: Path) -> Struck:
         before = judging.num_descriptors()
         folder = self.out / name
+        by_launcher = any(strike.who == "launcher" for strike in scene.strikes)
         try:
-            self._run(name, scene)
+            if by_launcher:
+                self._run_detached(name, scene, num_iterations=Result(whole / "out").iteration)
+            else:
+                self._run(name, scene)
             failure = ""
         except PacelineError as error:
             failure = f"the run failed: {error}"
-        met = judging.met(folder, scene.strikes)
-        wrong = [failure] if failure else judging.losses(folder, met)
+        met = striking.met(scene.strikes, folder)
+        judge = judging.launcher if by_launcher else judging.losses
+        wrong = [failure] if failure else judge(folder, met)
         distance = float("nan")
         if not failure:
             distance = judging.distance(folder, whole)
             wrong += judging.apart(distance, self.strategy.traits)
-            if not self._strikes_servers:
+            if self._strikes_servers and not by_launcher:
+                wrong += judging.gradients(folder, whole, met)
+            elif not by_launcher:
                 wrong += judging.samples(folder, whole)
         return Struck(folder, met, distance, (*wrong, *judging.left(folder, before)))
 
-    def _run(self, name: str, scene: Scene) -> Path:
+    def _run_detached(self, name: str, scene: Scene, *, num_iterations: int) -> None:
+        folder = self._folder(name, scene)
+        given: dict[str, object] = {
+            "--strategy": name_of(self.strategy),
+            "--workers": self.workers,
+            "--seed": self.seed,
+            "--device": "cpu",
+            "--deadline": _DEADLINE_S,
+            "--address": connected_to(),
+            "--checkpoint-every": max(1, num_iterations // 10),
+        }
+        if self.max_steps is not None:
+            given["--max-steps"] = self.max_steps
+        options = [part for setting in settings_of(self.strategy).items() for part in ("--option", "=".join(setting))]
+        plain = [str(part) for setting in given.items() for part in setting]
+        with _struck_in(folder):
+            launcher.run([self.script.path, *plain, *options, "--", *self.script.arguments], out=folder / "out")
+
+    def _folder(self, name: str, scene: Scene) -> Path:
         folder = self.out / name
-        for each in ("calls", "struck", "committed"):
+        for each in ("calls", "struck", "committed", "counted"):
             (folder / each).mkdir(parents=True)
         (folder / "strikes.json").write_text(json.dumps([asdict(strike) for strike in scene.strikes]))
-        at_most = self.workers + scene.replacements
+        return folder.resolve()
+
+    def _run(self, name: str, scene: Scene) -> Path:
+        folder = self._folder(name, scene)
         elastic = Elastic(
             at_least=self._least,
-            at_most=at_most,
+            at_most=self.workers + scene.replacements,
             global_batch="keep" if self.strategy.traits.lock_step else "grow",
             deadline_s=SILENT_S,
             replacements=scene.replacements,
         )
-        os.environ[striking.VARIABLE] = str(folder.resolve())
-        try:
+        with _struck_in(folder):
             launch.run(
                 self.script if self._strikes_servers else StruckProgram(self.script),
                 strategy=self.strategy,
@@ -170,6 +203,14 @@ class Campaign:
                 out=folder / "out",
                 watcher=launch.Quiet(),
             )
-        finally:
-            del os.environ[striking.VARIABLE]
         return folder
+
+
+@contextmanager
+def _struck_in(folder: Path) -> Iterator[None]:
+    """Processes that begin in this context are struck as the folder says."""
+    os.environ[striking.VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[striking.VARIABLE]

@@ -31,11 +31,6 @@ def calls(folder: Path, prefix: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def met(folder: Path, strikes: Sequence[Strike]) -> tuple[Strike, ...]:
-    """Those that have come to pass."""
-    return tuple(each for each in strikes if (folder / "struck" / f"{each.who} {each.place}").exists())
-
-
 def losses(folder: Path, strikes: Sequence[Strike]) -> list[str]:
     """Whoever was struck and nobody else is to have been lost."""
     lost = {event.who for event in read_records(folder / "out", EventRecord) if event.name in _LOSSES}
@@ -44,12 +39,20 @@ def losses(folder: Path, strikes: Sequence[Strike]) -> list[str]:
     return told + [f"{who} was struck, and its loss not noticed" for who in sorted(struck - lost)]
 
 
+def launcher(folder: Path, strikes: Sequence[Strike]) -> list[str]:
+    """Another one is to have gone on, and what could not be written is to have been said."""
+    told = (folder / "out" / "output.txt").read_text()
+    words = {"kill": "the launcher was killed; another one goes on", "full": "what was there before is intact"}
+    return [f"nothing says {words[each.kind]!r}" for each in strikes if words[each.kind] not in told]
+
+
 def bound(traits: Traits) -> float:
     """How far the final model may be from the undisturbed run's: none where servers have copies, rounding where
-    updates keep their samples. Under local updates other samples are in each round, and nothing is promised."""
-    if traits.num_replicas:
-        return 0.0
-    return _ROUNDING if traits.lock_step else float("inf")
+    updates keep their samples. Without lock-step other samples, or other parameters, are in each, and nothing is
+    promised."""
+    if not traits.lock_step:
+        return float("inf")
+    return 0.0 if traits.num_replicas else _ROUNDING
 
 
 def distance(folder: Path, whole: Path) -> float:
@@ -79,6 +82,28 @@ def samples(folder: Path, whole: Path) -> list[str]:
         told = f"sample {first} counts {counted[first]} times, and {wanted[first]} times in the undisturbed run"
         wrong.append(f"{len(differ)} samples count otherwise: {told}")
     return wrong
+
+
+def gradients(folder: Path, whole: Path, strikes: Sequence[Strike]) -> list[str]:
+    """Each copy of a server that is left is to be made of all gradients of the undisturbed run, each once."""
+    dead = {strike.who for strike in strikes if strike.is_deadly}
+    wanted = {gradient for path in (whole / "counted").iterdir() for gradient in _gradients(path)}
+    wrong = []
+    for path in sorted(each for each in (folder / "counted").iterdir() if each.name not in dead):
+        counted = _gradients(path)
+        held = {gradient[0] for gradient in counted}
+        due = {gradient for gradient in wanted if gradient[0] in held}
+        differ = [gradient for gradient in due | counted.keys() if counted[gradient] != (gradient in due)]
+        if differ:
+            key_range, _, worker, clock = min(differ)
+            told = f"gradient {clock} of worker {worker} counts {counted[min(differ)]} times in key range {key_range}"
+            wrong.append(f"{len(differ)} gradients count otherwise on {path.name}: {told}")
+    return wrong
+
+
+def _gradients(path: Path) -> Counter[tuple[int, ...]]:
+    """How often each counts that has a line: key range, shard, worker, and which one of the worker's."""
+    return Counter(tuple(map(int, line.split())) for line in path.read_text().splitlines())
 
 
 def num_descriptors() -> int:

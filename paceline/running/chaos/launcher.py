@@ -1,0 +1,46 @@
+"""A run that is started as users start it, with --detach, so that its launcher can be struck."""
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from paceline import durable
+from paceline.checkpoint import FILE_NAME
+from paceline.checkpoint_files import CheckpointFiles
+from paceline.engines import striking
+from paceline.engines.ray.controller import Controller
+from paceline.engines.striking import Place
+from paceline.errors import RunFailed
+
+WRITES = "writes a checkpoint"
+PLACES: Mapping[str, Place] = {
+    "hears its members": (Controller, "turn"),
+    WRITES: (CheckpointFiles, "_write"),
+    "gives a written file its name": (durable, "replace"),
+}
+_COMMAND = (sys.executable, "-c", "from paceline.cli import main; main()")
+_PATIENCE_S = 300.0
+
+
+def arm(directory: Path) -> None:
+    """Have this process, a detached run's launcher, struck once there is a checkpoint to go on from."""
+    striking.arm("launcher", PLACES, may_strike=lambda place: (directory / FILE_NAME).exists())
+
+
+def run(arguments: Sequence[str], *, out: Path) -> None:
+    """Until it has ended. Raises RunFailed, with what its commands say, unless that is well."""
+    _tell("run", "--detach", "--out", str(out), *arguments)
+    _tell("attach", str(out))
+
+
+def _tell(*command: str) -> None:
+    try:
+        done = subprocess.run(
+            [*_COMMAND, *command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE_S
+        )
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"paceline {command[0]} has not ended after {_PATIENCE_S:g} s") from None
+    if done.returncode:
+        said = " ".join((done.stdout + done.stderr).split())
+        raise RunFailed(f"paceline {command[0]} ended with {done.returncode}: {said[-1000:]}")

@@ -3,7 +3,8 @@
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, final
 
 import torch
@@ -25,6 +26,8 @@ _FORMULAS = {
 _MOST_TERMS = 16
 _ROUNDING = 1e-5
 """By which processors of different kinds may differ."""
+_TELLS_PACKED = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+"""Which torch has not always done."""
 
 
 class _Divisor(NamedTuple):
@@ -32,6 +35,15 @@ class _Divisor(NamedTuple):
     """NaN where nothing tells."""
     what: str
     """What it is of the batch, where one of torch's own losses has it; else empty."""
+
+
+class _Pass(NamedTuple):
+    values: list[float]
+    """The samples of its batch, and what the terms of its loss are divided by."""
+    what: str
+    """As a divisor's."""
+    place: str
+    """In the script."""
 
 
 @final
@@ -45,14 +57,15 @@ class Divisors:
 
     def __init__(self, *, is_first: bool, num_samples: Callable[[], int]) -> None:
         self._is_first, self._num_samples = is_first, num_samples
-        self._passes: list[list[float]] = []  # of each, the samples of its batch and what its terms are divided by
-        self._what = self._place = ""
+        self._passes: list[_Pass] = []
+        self._said: list[_Pass] = []
         self._is_the_models = self._has_told = False
 
     def begin(self) -> None:
         """Look at the next backward passes."""
         self._passes = []
-        _calls.add(self)
+        if _TELLS_PACKED:
+            _calls.add(self)
 
     def take(self) -> None:
         """The pass under way brings a gradient of the model."""
@@ -63,20 +76,24 @@ class Divisors:
 
     def look(self, backward: Callable[..., Any], tensors: Any, *more: Any, **named: Any) -> Any:
         """The script calls `backward`. The pass frees what its graph has saved, so this is read before it."""
+        if any(given is not None for given in (*more[:1], named.get("grad_tensors"))):
+            return backward(tensors, *more, **named)  # no loss: of activations that are computed anew, too
+        if isinstance(tensors, Iterator):
+            tensors = tuple(tensors)
         begun = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        is_loss = not any(given is not None for given in (*more[:1], named.get("grad_tensors")))
-        found = _divisors_in([each.grad_fn for each in begun if isinstance(each, Tensor)]) if is_loss else []
+        found = _divisors_in([each.grad_fn for each in begun if isinstance(each, Tensor)])
         self._is_the_models = False
         result = backward(tensors, *more, **named)
-        if self._is_the_models and is_loss:
-            self._passes.append([self._num_samples(), *(each.value for each in found)])
-            self._what = next((each.what for each in found if each.what), self._what)
-            self._place = place_of(sys._getframe(2))
+        if self._is_the_models:
+            values = [self._num_samples(), *(each.value for each in found)]
+            what = next((each.what for each in found if each.what), "")
+            self._passes.append(_Pass(values, what, place_of(sys._getframe(2))))
         return result
 
     def said(self) -> list[list[float]]:
         """What this rank tells the others in a pause."""
-        return self._passes
+        self._said = self._passes
+        return [each.values for each in self._said]
 
     def compare(self, everyone: Sequence[Sequence[Sequence[float]]]) -> None:
         """Warn, once, on rank 0, if a loss of equally many samples was divided by other numbers on other ranks, or is
@@ -86,20 +103,22 @@ class Divisors:
         """
         if not self._is_first or self._has_told:
             return
-        passes = zip(*everyone, strict=True) if len(set(map(len, everyone))) == 1 else iter(())
-        unlike = next(filter(None, map(_unlike, passes)), None)
-        if unlike is None and not self._what:
+        is_known = len(set(map(len, everyone))) == 1
+        unlike = map(_unlike, zip(*everyone, strict=True)) if is_known else repeat(None)
+        told = next((each for each in zip(self._said, unlike, strict=False) if each[0].what or each[1]), None)
+        if told is None:
             return
         self._has_told = True
-        what = self._what or "a number that differs by rank"
-        if unlike is not None:
-            what += f" ({', '.join(f'{value:.4g} on rank {rank}' for rank, value in enumerate(unlike))})"
-        means = "" if self._what else ", `own` that number, such as mask.sum(),"
+        (_, kind, place), values = told
+        what = kind or "a number that differs by rank"
+        if values:
+            what += f" ({', '.join(f'{value:.4g} on rank {rank}' for rank, value in enumerate(values))})"
+        means = "" if kind else ", `own` that number, such as mask.sum(),"
         warnings.warn(
-            f"the loss at {self._place} is divided by {what} of each worker's own batch, and workers average such "
+            f"the loss at {place} is divided by {what} of each worker's own batch, and workers average such "
             f"losses; one process would divide once, by that of all their batches. For the same, with x the "
             f"batch{means} and `summed` its loss before it is divided, or with reduction='sum': "
-            f"total, num = worker.all_reduce_tree([{_FORMULAS[self._what]}, len(x)], op='sum'); "
+            f"total, num = worker.all_reduce_tree([{_FORMULAS[kind]}, len(x)], op='sum'); "
             "loss = summed / total * num / len(x)",
             stacklevel=2,
         )
@@ -151,17 +170,24 @@ def _own_divisor(node: Any) -> _Divisor | None:
 def _what_weighs(node: Any) -> str:
     """What one of torch's losses divides by, if the script has asked for another number than that of the samples."""
     leaves_out = node._saved_ignore_index != _NOT_GIVEN
-    if _is_packed(node, "weight") or node._saved_weight is not None:
+    if _is_packed(node, "weight") or _saved(node, "weight") is not None:
         return _WEIGHTS_LEFT if leaves_out else _WEIGHTS
     return _NUMBER if leaves_out else ""
 
 
 def _number_in(node: Any, name: str) -> float:
-    """That a node has saved; NaN if it has not, or if looking would unpack it, as checkpoints allow once alone."""
-    if _is_packed(node, name):
-        return math.nan
-    saved = getattr(node, f"_saved_{name}", None)
+    """That a node has saved; NaN if it has not."""
+    saved = _saved(node, name)
     return float(saved) if saved is not None and saved.numel() == 1 and not saved.is_complex() else math.nan
+
+
+def _saved(node: Any, name: str) -> Any:
+    """None as well if looking would unpack it, as checkpoints allow once alone, or if an earlier pass has freed it, as
+    it may what `backward(inputs=...)` leaves out."""
+    try:
+        return None if _is_packed(node, name) else getattr(node, f"_saved_{name}", None)
+    except RuntimeError:
+        return None
 
 
 def _is_packed(node: Any, name: str) -> bool:

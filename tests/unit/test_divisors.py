@@ -132,6 +132,52 @@ def test_passes_that_reach_no_parameter_of_the_model_do_not_count() -> None:
     require_told(TOLD["a mask"][0], None, reaches_model=False)
 
 
+def in_two_passes(first: Loss, second: Loss) -> Loss:
+    def loss(model: nn.Module, x: Tensor, y: Tensor, rank: int) -> Tensor:
+        first(model, x, y, rank).backward()
+        return second(model, x, y, rank)
+
+    return loss
+
+
+def test_the_pass_that_is_told_of_is_the_one_that_is_placed() -> None:
+    line = in_two_passes.__code__.co_firstlineno + 2
+    two = in_two_passes(TOLD["a mask"][0], NOT_TOLD["a mean"])
+    require_told(two, rf"loss at test_divisors\.py:{line} is divided by a number .*2 on rank 0, 3 on rank 1")
+    two = in_two_passes(TOLD["a mask"][0], TOLD["class weights"][0])
+    require_told(two, rf"loss at test_divisors\.py:{line} is divided by a number .*2 on rank 0, 3 on rank 1")
+
+
+def test_what_is_told_outlasts_the_next_look() -> None:
+    ranks = [Pass(0), Pass(1)]
+    everyone = [one.run(TOLD["a mask"][0]) for one in ranks]
+    ranks[0].watch.begin()
+    with pytest.warns(UserWarning, match=r"test_divisors\.py:\d+"):
+        ranks[0].watch.compare(everyone)
+    ranks[0].watch.close()
+
+
+def test_losses_may_come_one_by_one() -> None:
+    def loss(model: nn.Module, x: Tensor, y: Tensor, rank: int) -> Tensor:
+        torch.autograd.backward(each for each in losses(model, x, y))
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        return losses(model, x, y).mean()
+
+    require_told(loss, None)
+
+
+def test_what_an_earlier_pass_has_freed_may_be_left_out() -> None:
+    passes = Pass(0)
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor, _: int) -> Tensor:
+        side = nn.Parameter(torch.ones(3)).sum() / torch.tensor(3.0)
+        side.backward()
+        (losses(model, x, y).mean() + side).backward(inputs=list(model.parameters()))
+        return losses(model, x, y).mean()
+
+    assert [values[:2] for values in passes.run(loss)] == 2 * [[NUM_SAMPLES, NUM_SAMPLES]]
+
+
 def test_only_as_many_samples_are_compared() -> None:
     ranks = [Pass(0), Pass(1)]
     everyone = [one.run(NOT_TOLD["a mean"], num_samples=6 - one.rank) for one in ranks]

@@ -13,6 +13,7 @@ import pytest
 
 from paceline.engines.requests import ask, guard_of, is_under_way, launcher_of
 from paceline.errors import UsageError
+from paceline.running.chaos.launcher import end
 
 LAUNCH = """
 import os, signal, sys, time
@@ -82,6 +83,18 @@ def test_what_would_end_a_guard_ends_the_launcher(tmp_path: Path) -> None:
     assert guard_of(tmp_path) == guard.pid
     guard.send_signal(signal.SIGTERM)
     assert guard.wait(timeout=60) == 130
+
+
+def test_a_chaos_run_that_is_given_up_leaves_no_guard_and_no_launcher(tmp_path: Path) -> None:
+    end(tmp_path / "none")
+    guard = guarded(tmp_path, "saves")
+    until_said(guard, b"saves")
+    while guard_of(tmp_path) is None or launcher_of(tmp_path) is None:
+        assert guard.poll() is None
+    end(tmp_path)
+    assert guard.wait(timeout=60) == -signal.SIGKILL
+    while launcher_of(tmp_path) is not None:
+        pass
 
 
 def test_a_signal_to_both_is_one_interrupt_and_nobody_goes_on_after_it(tmp_path: Path) -> None:

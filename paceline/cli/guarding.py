@@ -12,7 +12,7 @@ from typing import Any, final
 import typer
 
 from paceline.cli import exit_codes
-from paceline.engines.requests import Desk
+from paceline.engines.requests import Desk, ask, launcher_of
 from paceline.errors import UsageError
 
 OUTPUT_FILE = "output.txt"
@@ -22,7 +22,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @final
 class Guard:
-    """Signals that would end this process are handed on to the launcher, whose end is this one's.
+    """The end of the launcher is this process's, and so is what would end this process the launcher's.
 
     Args:
         waiting: a pipe whose reader is told the result directory, once the run is under way.
@@ -30,71 +30,98 @@ class Guard:
 
     def __init__(self, waiting: int) -> None:
         self._waiting = waiting
+        self._directory: Path | None = None
         self._desk: Desk | None = None
         self._launcher = 0
+        self._is_starting = True
         self._is_ended = False
 
     def launch(self) -> tuple[int, Path | None]:
-        """Go on in a child process, the launcher, and in another one whenever that is killed and has left a newer
-        checkpoint than it began with. To be called while the process has one thread.
+        """Go on in a child process, the launcher, and in another one whenever that is killed in the midst of the run
+        and has left a newer checkpoint than it began with. To be called while the process has one thread.
 
         Returns:
             In each launcher: a pipe to say the result directory to, and the directory to resume; none in the first.
         """
-        directory: Path | None = None
+        resumed: Path | None = None
         saved: int | None = None
         handlers = {number: signal.signal(number, self._hand_on) for number in _SIGNALS}
         while True:
             word, telling = os.pipe()
+            self._is_starting = True
+            # What comes meanwhile is for the process that has a handler for it, once it knows the launcher.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+            if self._is_ended:
+                raise typer.Exit(exit_codes.INTERRUPTED)
             self._launcher = os.fork()
             if not self._launcher:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
                 os.close(word)
                 if self._desk is None:
                     os.close(self._waiting)
                 else:
                     self._desk.close()
-                return telling, directory
+                return telling, resumed
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             os.close(telling)
-            directory = self._hear(word) or directory
+            self._hear(word)
             status = self._end_of_launcher()
-            if status >= 0 or directory is None or self._is_ended:
+            if status >= 0 or self._directory is None or self._is_ended:
                 raise typer.Exit(status if status >= 0 else 128 - status)
-            saved = _newer_checkpoint(directory, than=saved)
+            resumed = self._directory
+            _require_unfinished(resumed)
+            saved = _newer_checkpoint(resumed, than=saved)
 
-    def _hear(self, word: int) -> Path | None:
-        """The directory that the launcher says, if it comes so far. All that is printed goes there from then on."""
+    def _hear(self, word: int) -> None:
+        """The launcher says the directory, if it comes so far. All that is printed goes there from then on."""
+        self._wait_for(word)
         said = os.read(word, 1 << 16)
         os.close(word)
-        if not said:
-            return None
-        directory = Path(os.fsdecode(said))
-        if self._desk is None:
-            print_to(directory)
-            self._desk = Desk(directory, _refuse, is_guard=True)
+        self._is_starting = not said
+        if said and self._desk is None:
+            self._directory = Path(os.fsdecode(said))
+            print_to(self._directory)
+            self._desk = Desk(self._directory, self._refuse, is_guard=True)
             with contextlib.suppress(OSError):  # who waited may be gone, as when its terminal was closed
                 os.write(self._waiting, said)
             os.close(self._waiting)
-        return directory
 
     def _end_of_launcher(self) -> int:
         """Its exit status, or minus the signal that it died of."""
         process = os.pidfd_open(self._launcher)
-        if self._desk is not None:
-            asked = self._desk.fileno()
-            while process not in select.select([process, asked], [], [])[0]:
-                self._desk.turn()
+        self._wait_for(process)
         os.close(process)
-        _, status = os.waitpid(self._launcher, 0)
-        self._launcher = 0
-        return os.waitstatus_to_exitcode(status)
+        launcher, self._launcher = self._launcher, 0
+        return os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
+
+    def _wait_for(self, descriptor: int) -> None:
+        """Until it can be read; whoever asks meanwhile is answered."""
+        asked = [] if self._desk is None else [self._desk.fileno()]
+        while descriptor not in select.select([descriptor, *asked], [], [])[0]:
+            if self._desk is not None:
+                self._desk.turn()
 
     def _hand_on(self, number: int, frame: object) -> None:
-        if self._launcher:
+        """The first time as `paceline stop` does, where that is heard: a signal may have come to both processes, and
+        the second one that the launcher gets has it end without saving."""
+        is_first, self._is_ended = not self._is_ended, True
+        if self._launcher and not (is_first and self._has_asked()):
             os.kill(self._launcher, signal.SIGTERM)
-        else:
-            self._is_ended = True
+
+    def _has_asked(self) -> bool:
+        if self._directory is None or launcher_of(self._directory) is None:
+            return False
+        with contextlib.suppress(UsageError):
+            ask(self._directory, {"do": "stop"})
+            return True
+        return False
+
+    def _refuse(self, request: Mapping[str, Any]) -> str:
+        if self._is_starting:
+            raise UsageError("the launcher was killed, and another one is being started; ask again in some seconds")
+        raise UsageError("the run is ending")
 
 
 def print_to(directory: Path) -> None:
@@ -102,6 +129,17 @@ def print_to(directory: Path) -> None:
     with (directory / OUTPUT_FILE).open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+
+
+def _require_unfinished(directory: Path) -> None:
+    """Exits where the run had failed, was interrupted or had ended as its launcher was killed."""
+    from paceline.cli.runs import CUT_OFF, outcome_of
+    from paceline.running.result import Result
+
+    outcome = outcome_of(Result(directory))
+    if outcome != CUT_OFF:
+        print(f"the launcher was killed, and the run goes on no more: {outcome}", file=sys.stderr, flush=True)
+        raise typer.Exit(exit_codes.FAILED)
 
 
 def _newer_checkpoint(directory: Path, *, than: int | None) -> int:
@@ -115,7 +153,3 @@ def _newer_checkpoint(directory: Path, *, than: int | None) -> int:
         raise typer.Exit(exit_codes.FAILED)
     print(f"the launcher was killed; another one goes on from iteration {newest}", file=sys.stderr, flush=True)
     return newest
-
-
-def _refuse(request: Mapping[str, Any]) -> str:
-    raise UsageError("the launcher was killed, and another one is being started; ask again in some seconds")

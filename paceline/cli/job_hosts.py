@@ -44,7 +44,8 @@ def asked(console: Console, strategy: str | None, workers: int | None) -> tuple[
     allocation = sagemaker.from_sagemaker(os.environ)
     wanted = sagemaker.wanted(os.environ, len(allocation.hosts)) if allocation is not None else None
     if wanted is not None:
-        strategy, workers = strategy or wanted.strategy, wanted.workers if workers is None else workers
+        strategy = wanted.strategy if strategy is None else strategy
+        workers = wanted.workers if workers is None else workers
         said = f"SageMaker's setting {wanted.setting}: --strategy {strategy} --workers {workers}"
         console.print(said, markup=False, highlight=False)
-    return strategy or STRATEGY, 1 if workers is None else workers
+    return STRATEGY if strategy is None else strategy, 1 if workers is None else workers

@@ -40,7 +40,8 @@ def require_a_run(
 
     if is_here:
         read_script(script, params["arguments"] or ())
-    build(params["strategy"] or job_hosts.STRATEGY, parse_options(params["option"] or [], where="--option"))
+    strategy = job_hosts.STRATEGY if params["strategy"] is None else params["strategy"]
+    build(strategy, parse_options(params["option"] or [], where="--option"))
     return given
 
 

@@ -12,6 +12,9 @@ from paceline.errors import UsageError
 from paceline.running.result import Result
 from paceline.training.pauses import MODEL_FILE
 
+CUT_OFF = "cut off"
+"""The outcome of a run that nobody ended."""
+
 
 def runs(
     folder: Annotated[Path, typer.Argument(help="Where result directories lie.")] = Path("runs"),
@@ -43,6 +46,11 @@ def state_of(result: Result) -> str:
     """In a word: what it is at, or how it ended."""
     if requests.is_under_way(result.directory):
         return "under way"
+    return outcome_of(result)
+
+
+def outcome_of(result: Result) -> str:
+    """How a run that is not under way ended, in a word."""
     names: set[str] = set()
     for event in result.events:  # a run that was resumed has ended before
         names = {event.name} if event.name == "started" else names | {event.name}
@@ -50,7 +58,7 @@ def state_of(result: Result) -> str:
         if name in names:
             return name
     # Those of `paceline serve` and `paceline join` say no more than that.
-    return "ended" if (result.directory / MODEL_FILE).exists() else "cut off"
+    return "ended" if (result.directory / MODEL_FILE).exists() else CUT_OFF
 
 
 def _num_workers(result: Result) -> int:

@@ -92,6 +92,12 @@ def is_under_way(directory: Path) -> bool:
     return launcher_of(directory) is not None or guard_of(directory) is not None
 
 
+def require_alone(directory: Path) -> None:
+    """Raises UsageError if another run goes on in this directory, but for the guard that has started this process."""
+    if launcher_of(directory) is not None or guard_of(directory) not in (None, os.getppid()):
+        raise UsageError(f"a run is under way in {directory}; paceline stop {directory} ends it")
+
+
 def launcher_of(directory: Path) -> int | None:
     """The process of this host that has its run in this directory, if there is one."""
     return _owner_of(_name(directory))

@@ -18,7 +18,7 @@ from paceline.cluster import reading as cluster_file
 from paceline.cluster.description import Cluster
 from paceline.config import AfterTarget, Best, DeviceChoice, RunConfig, Target
 from paceline.elastic import Elastic, GlobalBatch
-from paceline.engines import striking
+from paceline.engines import requests, striking
 from paceline.engines.ray.interrupts import Interrupted
 from paceline.engines.ray.job import Job
 from paceline.engines.ray.nodes import chosen_address, connected
@@ -356,6 +356,7 @@ def _directory(
 ) -> Path:
     """Make the result directory, or take over the one to go on with."""
     if resume is not None and checkpoint is not None and (out is None or Path(out).resolve() == Path(resume).resolve()):
+        requests.require_alone(Path(resume))
         return Path(resume)
     directory = Path(out) if out is not None else new_directory(strategy, workers=workers)
     try:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,6 +40,20 @@ def desk_in(directory: Path, answer):
     finally:
         is_over.set()
         thread.join()
+        desk.close()
+
+
+@pytest.mark.parametrize("is_guard", [False, True])
+def test_nobody_else_goes_on_in_the_directory_of_a_run(tmp_path: Path, is_guard: bool, monkeypatch) -> None:
+    requests.require_alone(tmp_path)
+    desk = Desk(tmp_path, answered, is_guard=is_guard)
+    try:
+        with pytest.raises(UsageError, match="a run is under way in"):
+            requests.require_alone(tmp_path)
+        monkeypatch.setattr(os, "getppid", os.getpid)  # as the guard's own launcher
+        with nullcontext() if is_guard else pytest.raises(UsageError):
+            requests.require_alone(tmp_path)
+    finally:
         desk.close()
 
 

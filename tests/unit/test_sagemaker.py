@@ -88,6 +88,7 @@ def test_a_number_of_processes_that_is_none(tmp_path: Path, number: str) -> None
 def test_the_command_line_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(quiet=True)
     assert job_hosts.asked(console, None, None) == ("all-reduce", 1)
+    assert job_hosts.asked(console, "", 0) == ("", 0)  # which are refused, as an unset variable of a shell
     for name, value in resources().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SM_FRAMEWORK_PARAMS", '{"sagemaker_parameter_server_enabled": true}')

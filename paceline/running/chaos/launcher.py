@@ -1,5 +1,8 @@
 """A run that is started as users start it, with --detach, so that its launcher can be struck."""
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,7 +11,7 @@ from pathlib import Path
 from paceline import durable
 from paceline.checkpoint import FILE_NAME
 from paceline.checkpoint_files import CheckpointFiles
-from paceline.engines import striking
+from paceline.engines import requests, striking
 from paceline.engines.ray.controller import Controller
 from paceline.engines.striking import Place
 from paceline.errors import RunFailed
@@ -30,8 +33,19 @@ def arm(directory: Path) -> None:
 
 def run(arguments: Sequence[str], *, out: Path) -> None:
     """Until it has ended. Raises RunFailed, with what its commands say, unless that is well."""
-    _tell("run", "--detach", "--out", str(out), *arguments)
-    _tell("attach", str(out))
+    try:
+        _tell("run", "--detach", "--out", str(out), *arguments)
+        _tell("attach", str(out))
+    finally:
+        end(out)
+
+
+def end(out: Path) -> None:
+    """At once, whoever still keeps the run in this directory: the guard first, which would start another launcher."""
+    for process_of in (requests.guard_of, requests.launcher_of):
+        if out.exists() and (process := process_of(out)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def _tell(*command: str) -> None:

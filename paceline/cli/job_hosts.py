@@ -30,7 +30,7 @@ def is_lent(console: Console, *, engine: str, address: str | None, next_s: float
     from paceline.engines.ray.meeting_host import take_part
 
     own, first = allocation.hosts[allocation.here], allocation.hosts[0]
-    console.print(f"{own} takes part in what {first} runs, and ends with it", markup=False, highlight=False)
+    console.print(f"{own} works for {first}, and ends with its run", markup=False, highlight=False)
     take_part(allocation, next_s=next_s)
     return True
 

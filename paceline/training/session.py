@@ -149,9 +149,9 @@ class Session:
         states = ExtraStates(model) if self.run.reporter.keeps_files else None
         extra = {**given.extra, **({NAME: states} if states else {})}
         alike = self._same_gradients(whole, loaders, batches)
-        self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, alike, extra))
         if alike is not None:
             self._at_release.callback(alike.close)
+        self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, alike, extra))
         looked_at = UnpreparedLoaders(rank=context.rank, size=context.size)
         self._at_release.callback(looked_at.close)
         steps = Steps(self.run, self.course, self._cadence, self._summed_loss(whole, batches), looked_at)

@@ -56,7 +56,7 @@ def show_on_a_terminal_that_is_closed(out: Path) -> int:
     while b"step " not in shown:
         shown += os.read(terminal, 1 << 16)
     os.close(terminal)
-    return attached.wait(timeout=30)
+    return attached.wait(timeout=WITHIN_S)
 
 
 @pytest.mark.timeout(600)
@@ -94,7 +94,7 @@ def test_a_run_outlives_its_launcher_and_then_its_guard(start, tmp_path: Path) -
     assert killed is not None
     assert guard is not None
     os.kill(killed, signal.SIGKILL)
-    assert wait_until(lambda: not any(map(psutil.pid_exists, members)), within_s=20.0)
+    assert wait_until(lambda: not any(map(psutil.pid_exists, members)), within_s=WITHIN_S)
     assert is_under_way(out)
     assert wait_until(lambda: launcher_of(out) not in (None, killed), within_s=WITHIN_S)
     os.kill(guard, signal.SIGKILL)

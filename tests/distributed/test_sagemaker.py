@@ -62,7 +62,7 @@ def test_each_host_starts_the_same_and_the_first_one_trains(job: Network, tmp_pa
     assert "SageMaker's setting parameter_server: --strategy ps-asp:servers=2 --workers 2" in said
     lent = said_by(second)
     assert second.returncode == 0, lent
-    assert "algo-2 takes part in what algo-1 runs, and ends with it" in lent
+    assert "algo-2 works for algo-1, and ends with its run" in lent
     manifest = json.loads((tmp_path / "results" / "manifest.json").read_text())
     assert manifest["num_workers"] == 2
     hosts = [line for line in (tmp_path / "results" / "events.jsonl").read_text().splitlines() if '"started"' in line]

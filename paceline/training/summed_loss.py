@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
-from paceline.training.terms import SUM, Terms, terms_of
+from paceline.training.sums import sum_in
+from paceline.training.terms import Terms
 
 _BACKWARD = torch.autograd.backward.__code__
 
@@ -86,7 +87,8 @@ class SummedLoss:
             raise UsageError(
                 f"rank {self._rank}: the loss is a sum over the batch ({culprit}), and workers average gradients as if "
                 f"it were a mean, so that a step would be {self._size} times smaller than one process would take with "
-                "the same batches; take the mean (reduction='mean'), or multiply the loss by worker.size"
+                "the same batches; take the mean (reduction='mean'), divide the sum by what it adds up (not each "
+                "term), or multiply the loss by worker.size"
             )
 
 
@@ -94,7 +96,7 @@ def _sums(begun: Sequence[Any], gradients: Any, num_samples: int) -> Iterator[st
     """The names of the sums among what a backward pass began at. One that was given gradients to begin with adds up the
     samples' losses where these are ones."""
     if gradients is None:
-        yield from (_sum_in(node, num_samples) for node in begun)
+        yield from (sum_in(node, num_samples) for node in begun)
     elif any(given.shape[:1] == (num_samples,) and bool((given == 1).all()) for given in _listed(gradients)):
         yield "backward(ones)"
 
@@ -107,18 +109,3 @@ def _backward_above(frame: FrameType | None) -> FrameType | None:
 
 def _listed(given: Any) -> list[Tensor]:
     return [each for each in ([given] if isinstance(given, Tensor) else given) if isinstance(each, Tensor)]
-
-
-def _sum_in(node: Any, num_samples: int) -> str | None:
-    """The name of the sum that the loss is, or has as a term: one of torch's losses, or as many terms as there are
-    samples in the batch."""
-    sizes = getattr(node, "_saved_self_sym_sizes", ())
-    if node is not None and node.name() == "NegBackward0":
-        return _sum_in(node.next_functions[0][0], num_samples)
-    if node is not None and node.name() == "SumBackward0" and sizes and sizes[0] == num_samples:
-        return "sum()"
-    terms = list(terms_of(node))
-    summed = next((term for term in terms if getattr(term, "_saved_reduction", None) == SUM), None)
-    if summed is not None:
-        return f"{summed.name().removesuffix('Backward0')} with reduction='sum'"
-    return None

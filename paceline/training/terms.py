@@ -91,16 +91,23 @@ def _described(node: Any) -> _Term:
     shape = shape_after(inputs[0]) if inputs else ()
     is_single = not shape or (len(shape) == 1 and node.name().startswith(_OF_CLASSES))
     nodes, lengths, left = {node}, set(), list(inputs)
+    if _is_cut(node):  # a sample's loss, out of those of the batch
+        is_single, left = True, []
+        lengths.add(_length_before(node))
     while left and len(nodes) < _MOST_NODES:
         inner = left.pop()
         if inner in nodes or inner.name().endswith("AccumulateGrad"):
             continue
-        if inner.name() in _CUTS and getattr(inner, "_saved_dim", -1) == 0:
+        if _is_cut(inner):
             lengths.add(_length_before(inner))
             continue
         nodes.add(inner)
         left += [other for other, _ in inner.next_functions if other is not None]
     return _Term(node.name(), 1 if is_single else shape[0], frozenset(nodes), frozenset(lengths))
+
+
+def _is_cut(node: Any) -> bool:
+    return node.name() in _CUTS and getattr(node, "_saved_dim", -1) == 0
 
 
 def shape_after(node: Any) -> tuple[int, ...]:

@@ -120,6 +120,26 @@ def weighed(model: nn.Module, optimizer: Optimizer, batch: Any) -> None:
     optimizer.step()
 
 
+def step_with(model: nn.Module, optimizer: Optimizer, batch: Any, *, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Takes a step of a loss of outputs and labels."""
+    optimizer.zero_grad()
+    loss(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+def sums_added(output: Tensor, y: Tensor) -> Tensor:
+    return output.abs().mean(1).sum() + F.cross_entropy(output, y, reduction="none").sum(dim=0)
+
+
+def divided_before(output: Tensor, y: Tensor) -> Tensor:
+    """Means in other words; there are as many classes as samples."""
+    return (F.cross_entropy(output, y, reduction="none") / len(y)).sum() + output.square().mean(0).sum()
+
+
+def added_by_python(output: Tensor, y: Tensor) -> Tensor:
+    return torch.as_tensor(sum(F.cross_entropy(output, y, reduction="none")))
+
+
 def of_all(worker: Any, tensor: Tensor) -> Tensor:
     return torch.cat(worker.all_gather(tensor)) if hasattr(worker, "all_gather") else tensor
 
@@ -146,6 +166,9 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "as many losses as samples": partial(own_loop, step=several_losses),
     "weighed by gradients": partial(weigh_by_norm, first=1),
     "others' outputs in the loss": contrastive,
+    "sums added": partial(own_loop, step=partial(step_with, loss=sums_added)),
+    "divided, then summed": partial(own_loop, step=partial(step_with, loss=divided_before)),
+    "a sum by Python": partial(own_loop, step=partial(step_with, loss=added_by_python)),
     "a masked mean": partial(own_loop, step=masked_mean),
     "weighed by hand": partial(own_loop, step=weighed_by_hand),
     "weighed by torch": partial(own_loop, step=weighed),

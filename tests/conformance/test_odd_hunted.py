@@ -58,6 +58,7 @@ FILTERS = r"rank \d, epoch 0: of 4 samples the DataLoader's collation gives \d i
 TOGETHER = r"(leave out a batch or a step only where all do|every rank must step alike)"
 HOOK = r"rank \d: a hook of the script on the gradient of '\d\.(weight|bias)' clips it.*between loss\.backward\(\) and"
 SUM = r"rank \d: the loss is a sum over the batch \(backward\(ones\)\).*take the mean"
+SUM_BY_HAND = r"rank \d: the loss is a sum over the batch \(sum\(\)\).*take the mean"
 LOOP = r"rank \d: the loss is a sum over the batch \(4 terms, one a sample\).*take the mean"
 RATE = r"(step|round) \d+ param group 0: lr is .* on rank 1.*all_reduce"
 PASS = r"in a backward pass parameter '\d\.weight' was not the same on ranks 0 and 1.*torch\.Generator of the same seed"
@@ -141,6 +142,8 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "in a vector from before": {(*SERVERS, "gossip"): r"holds a tensor of shape \[\d+\].* '\d.\w+'.*or use all-reduce"},
     "others loaded": {SERVERS: IN_PLACE},
     "a sum by a loop over outputs": {JOINT: LOOP},
+    "a sum by Python": {JOINT: LOOP},
+    "sums added": {JOINT: SUM_BY_HAND},
     "others' outputs in the loss": {(*SERVERS[1:], *ALONE): SAME_STEP},
 }
 RANDOM = ("initialised anew", "noise on gradients", "a new head")

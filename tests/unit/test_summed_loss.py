@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,3 +90,54 @@ def test_as_many_terms_as_samples_are_refused_only_if_cut_out_of_the_batch(depth
     terms.add_pass([loss.grad_fn])
     assert not terms.are_one_a_sample(4)
     assert terms.are_apart(4) == are_apart
+
+
+def squares(output: Tensor) -> Tensor:
+    return output.square()
+
+
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of all": lambda output: squares(output).sum(),
+    "of sums": lambda output: squares(output).sum(1).sum(0),
+    "along both": lambda output: -squares(output).sum((0, 1)),
+    "of a flat view": lambda output: squares(output).flatten().sum(),
+    "of a column": lambda output: squares(output).mean(1, keepdim=True).sum(),
+    "and another": lambda output: squares(output).sum() + output.abs().sum(0).sum(),
+    "and a weighted one": lambda output: squares(output).sum() - 0.5 * output.abs().sum(),
+    "of losses of three tokens each": lambda output: nn.functional.cross_entropy(
+        output.repeat(3, 1), torch.zeros(3 * NUM_SAMPLES, dtype=torch.int64), reduction="none"
+    ).sum(),
+    "by Python": lambda output: torch.as_tensor(sum(squares(output).mean(1))),
+}
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "divided before": lambda output: (squares(output) / len(output)).sum(),
+    "divided": lambda output: squares(output).sum() / len(output),
+    "of means over the batch": lambda output: squares(output).mean(0).sum(),
+    "of means over the batch, from the end": lambda output: squares(output).mean(-2).sum(0),
+    "of as many losses": lambda output: torch.stack([squares(output).mean() for _ in range(NUM_SAMPLES)]).sum(),
+    "beside a mean": lambda output: squares(output).mean() + output.abs().mean(0).sum(),
+    "of as many weights, beside what is divided": lambda output: squares(output).sum() / 3 + SQUARE.square().sum(),
+    "of as many weights, beside a mean": lambda output: squares(output).mean() + SQUARE.square().sum(),
+}
+SQUARE = torch.ones(NUM_SAMPLES, NUM_SAMPLES, requires_grad=True)
+
+
+def look_at(loss: Callable[[Tensor], Tensor]) -> None:
+    """There are as many classes as samples."""
+    model = nn.Linear(3, NUM_SAMPLES)
+    watch = SummedLoss(list(model.parameters()), rank=1, size=2, num_samples=lambda: NUM_SAMPLES)
+    try:
+        loss(model(torch.ones(NUM_SAMPLES, 3))).backward()
+    finally:
+        watch.close()
+
+
+@pytest.mark.parametrize("loss", SUMS.values(), ids=SUMS)
+def test_sums_of_the_scripts_own_are_noticed(loss: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(UsageError, match=r"rank 1: the loss is a sum over the batch"):
+        look_at(loss)
+
+
+@pytest.mark.parametrize("loss", OTHERS.values(), ids=OTHERS)
+def test_what_a_script_has_divided_or_averaged_is_no_sum(loss: Callable[[Tensor], Tensor]) -> None:
+    look_at(loss)

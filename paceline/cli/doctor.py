@@ -22,7 +22,7 @@ from paceline.cli import common_options
 from paceline.comm.shared_memory.block import SharedBlock
 from paceline.engines.ray import probes
 from paceline.engines.ray.nodes import chosen_address
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 
 _MIN_MEMORY_BYTES = 2 * 1024**3
 _MIN_SHM_BYTES = 128 * 1024**2
@@ -58,7 +58,7 @@ def doctor(
 def _show(console: Console, finding: Finding) -> None:
     mark = "[green]ok  [/]" if finding.is_good else "[red]bad [/]"
     console.print(f"{mark} {finding.name}: {finding.fact}", highlight=False)
-    if not finding.is_good:
+    if finding.remedy and not finding.is_good:
         console.print(f"     remedy: {finding.remedy}", highlight=False)
 
 
@@ -121,9 +121,13 @@ def _cluster(address: str | None, *, insecure: bool) -> Iterator[Finding]:
     where = "local Ray" if address is None else f"Ray at {address}"
     try:
         hosts = probes.probe(address, insecure=insecure)
+    except UsageError as error:  # says what to do
+        yield Finding(where, False, str(error))
+        return
     except PacelineError as error:
-        remedy = "see the message; `ray status` and the logs under /tmp/ray say more"
-        yield Finding(where, False, str(error), remedy)
+        fact, _, _ = str(error).partition("; `paceline doctor")
+        remedy = "start Ray there, or open its port (6379, if none was named); its logs under /tmp/ray say more"
+        yield Finding(where, False, fact, remedy)
         return
     yield Finding(where, True, f"{len(hosts)} host(s)")
     for host in hosts:

@@ -8,7 +8,8 @@ FAILURES = (PeerLost, DeadlineExceeded, Aborted, TensorMismatch)
 """What ends a collective, unlike a mistake in the arguments of a call."""
 ALIKE = (
     "every rank must make the same calls in the same order, and leave out a batch or a step only where all do, "
-    "as where worker.all_reduce has given all the same loss"
+    "as where worker.all_reduce has given all the same loss (inside `with worker.meeting(...)`, where the strategy "
+    "refuses it in the loop)"
 )
 
 

@@ -110,16 +110,16 @@ class Divisors:
             return
         self._has_told = True
         (_, kind, place), values = told
-        what = kind or "a number that differs by rank"
+        what = f"{kind} of each worker's own batch" if kind else "what each worker's own batch weighs"
         if values:
             what += f" ({', '.join(f'{value:.4g} on rank {rank}' for rank, value in enumerate(values))})"
-        means = "" if kind else ", `own` that number, such as mask.sum(),"
+        means = "" if kind else ", `own` what it weighs, such as mask.sum(),"
         warnings.warn(
-            f"the loss at {place} is divided by {what} of each worker's own batch, and workers average such "
-            f"losses; one process would divide once, by that of all their batches. For the same, with x the "
-            f"batch{means} and `summed` its loss before it is divided, or with reduction='sum': "
-            f"total, num = worker.all_reduce_tree([{_FORMULAS[kind]}, len(x)], op='sum'); "
-            "loss = summed / total * num / len(x)",
+            f"the loss at {place} is divided by {what}, and workers average such losses; one process would divide "
+            f"once, by that of all their batches. For the same, with x the batch{means} and `summed` its loss before "
+            f"it is divided, or with reduction='sum': total, num = worker.all_reduce_tree([{_FORMULAS[kind]}, len(x)], "
+            "op='sum'); loss = summed / total * num / len(x). For strategies that refuse this in the loop, and need it "
+            "not, let it depend on worker.strategy.traits.lock_step, as docs/script.md shows",
             stacklevel=2,
         )
 

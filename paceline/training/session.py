@@ -229,7 +229,8 @@ class Session:
         if self._is_training and not self.run.traits.lock_step and not self.course.is_meeting:
             raise UsageError(
                 f"{what} in the training loop needs all workers at the same step, which this strategy does not keep; "
-                "call it before the first batch, or inside `with worker.meeting(...)`"
+                "call it before the first batch, inside `with worker.meeting(...)`, or only where "
+                "`worker.strategy.traits.lock_step`"
             )
 
     def finish(self) -> None:

@@ -82,13 +82,11 @@ def weighed_by_all(worker: Any) -> nn.Module:
     model, optimizer, loader = worker.prepare(model, momentum(model.parameters()), loader_of(samples(43)))
     for x, labels, _ in loader:
         optimizer.zero_grad()
-        if hasattr(worker, "all_reduce_tree"):
-            summed = F.cross_entropy(model(x), labels, weight, ignore_index=ignored, reduction="sum")
-            total, num = worker.all_reduce_tree([weight[labels[labels != ignored]].sum(), len(x)], op="sum")
-            loss = summed / total * num / len(x)
-        else:
-            loss = F.cross_entropy(model(x), labels, weight, ignore_index=ignored)
-        loss.backward()
+        summed = F.cross_entropy(model(x), labels, weight, ignore_index=ignored, reduction="sum")
+        total, num = weight[labels[labels != ignored]].sum(), len(x)
+        if hasattr(worker, "strategy") and worker.strategy.traits.lock_step:
+            total, num = worker.all_reduce_tree([total, num], op="sum")
+        (summed / total * num / len(x)).backward()
         optimizer.step()
     return model
 

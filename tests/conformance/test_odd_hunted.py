@@ -67,7 +67,7 @@ OWN_CHANGE = r"step \d: the script has changed the mean gradient of '\d\.weight'
 CONVERTED = r"parameter '\d\.\w+' (is torch.float32 instead of|was moved or converted).*convert it before prepare"
 BESIDE = r"rank \d: the script takes a batch for every step from a loader of TensorDataset .*give prepare every loader"
 ALIKE = r"all 2 ranks compute the same gradients, step after step, .*Loop over what prepare returned"
-OWN_DIVISOR = r"the loss at .* is divided by .* of each worker's own batch"
+OWN_DIVISOR = r"the loss at .* is divided by .* each worker's own batch"
 OTHER_ORDER = r"epoch 1: the sampler of the loader 'loader' draws another order on rank 1 .*the same on every rank"
 LATE = r"step 5: the script changed gradients .* on rank \d.*use --option combine=always"
 UNUSED = r"step 1: parameter '(heads\.0|1)\.weight' has no gradient on rank \d.*or use all-reduce"

@@ -254,6 +254,13 @@ def test_a_mean_by_what_all_batches_weigh_is_one_process_s(strategy: str, tmp_pa
     assert_close(result.model_state(), train_alone(odd_losses.weighed_by_all, 2), EXACT)
 
 
+@pytest.mark.parametrize("strategy", ["gossip", "local-sgd:every=2", "ps-asp"])
+def test_the_same_script_trains_where_each_step_is_of_one_batch(strategy: str, tmp_path: Path) -> None:
+    script = partial(launched, odd_losses.weighed_by_all)
+    result = virtual_engine.run(script, strategy=strategy, workers=2, out=tmp_path)
+    assert all(tensor.isfinite().all() for tensor in result.model_state().values())
+
+
 def test_gradients_that_are_read_late_are_told(tmp_path: Path) -> None:
     def script() -> None:
         worker = paceline.init()

@@ -131,7 +131,8 @@ def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bo
         raise
     except Exception as error:
         where = "start a local Ray" if address is None else f"connect to Ray at {address}"
-        raise RunFailed(f"cannot {where}: {error}; `paceline doctor` checks what may be wrong") from error
+        doctor = "paceline doctor" if address is None else f"paceline doctor --address {address}"
+        raise RunFailed(f"cannot {where}: {error}; `{doctor}` checks what may be wrong") from error
 
 
 @contextmanager
@@ -178,8 +179,11 @@ def _system_config(num_ready: int) -> dict[str, Any]:
 
 
 def _require_listener(address: str) -> None:
-    """Raises OSError if nobody listens there; Ray itself would try for a minute and more."""
+    """Raises OSError if nobody listens there; Ray itself would try for a minute and more. Raises UsageError for what
+    is no address."""
     host, _, port = address.rpartition(":")
+    if not port.isdigit() and "://" not in address and address != "auto":
+        raise UsageError(f"{address!r} is no address of Ray's; give HOST:PORT, ray://HOST:PORT or auto")
     if port.isdigit():
         socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=_CONNECT_S).close()
 

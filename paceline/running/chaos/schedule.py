@@ -48,7 +48,9 @@ class Schedule:
         """Raises UsageError if there is no schedule in the file, or nobody could be struck so."""
         try:
             return cls(tuple(_scene(each) for each in json.loads(path.read_text())["runs"]))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"{path} is no schedule that `paceline chaos` wrote: {error!r}") from None
 
     def require(self, names: str) -> None:

@@ -17,7 +17,7 @@ SUMMARIES = {
     "runs": "List the runs in a folder, and which of them are under way on this host.",
     "attach": "Show a run of this host until it ends, and exit as it does: with 0, 130 if it was stopped, else 1.",
     "stop": "Have a run that is under way on this host save itself and end, as Ctrl-C in its terminal does.",
-    "chaos": "Kill workers or servers of runs of SCRIPT at places of the protocol, and judge whether nothing is lost.",
+    "chaos": "Strike processes of runs of SCRIPT at places of the protocol, and judge whether nothing is lost.",
     "report": "Make the report of a study again, from its records; of several studies, side by side in one report.",
     "timeline": "Write what every worker and server did when, from a run's records: open it at ui.perfetto.dev.",
     "demo": "Train a small conv net on digits on this machine, then on a simulated laboratory: which strategy is first "

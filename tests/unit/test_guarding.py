@@ -67,6 +67,7 @@ def test_a_guard_ends_as_its_launcher(tmp_path: Path, status: int) -> None:
     assert not is_under_way(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_has_saved_nothing_is_not_started_again(tmp_path: Path) -> None:
     guard = guarded(tmp_path, "killed")
     assert guard.wait(timeout=60) == 1
@@ -110,6 +111,7 @@ def test_a_signal_to_both_is_one_interrupt_and_nobody_goes_on_after_it(tmp_path:
     assert guard.wait(timeout=60) == 128 + signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_does_not_go_on(tmp_path: Path) -> None:
     events = (
         {"name": name, "who": "", "iteration": 9, "time_s": 1.0, "details": {}} for name in ("started", "interrupted")

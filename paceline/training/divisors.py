@@ -162,7 +162,7 @@ def _own_divisor(node: Any) -> _Divisor | None:
     if reduction == MEAN or name.startswith("MeanBackward"):
         inner = next((inner for inner, _ in node.next_functions if inner is not None), None)
         return _Divisor(math.prod(shape_after(inner)), "")
-    if reduction == SUM or name.startswith("SumBackward") or name == "DotBackward0":
+    if reduction == SUM or name.startswith(("SumBackward", "NansumBackward")) or name == "DotBackward0":
         return _Divisor(1.0, "")
     return None
 

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from paceline.training.terms import SUM, shape_after, terms_of
+from paceline.training.terms import SHAPED, SUM, shape_after, terms_of
 
 _ONE_EACH = 0
 """Of `reduction`: a loss of torch's that gives one for each sample."""
-_SUMS = ("SumBackward0", "SumBackward1")
-_SHAPED = ("ViewBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1")
+_SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0")
 _WEIGHTED = ("MulBackward0", "MulBackward1")
 """Beside a term that is a sum, most often another one, as in `a.sum() - 0.5 * b.sum()`."""
 _DIVIDED = ("DivBackward0", "StackBackward0")
@@ -30,7 +29,7 @@ def _is_over_samples(node: Any, num_samples: int) -> bool:
     if node.name() not in _SUMS:
         return False
     has_rows = False
-    while node is not None and node.name() in (*_SUMS, *_SHAPED):
+    while node is not None and node.name() in (*_SUMS, *SHAPED):
         sizes = getattr(node, "_saved_self_sym_sizes", ())
         has_rows = has_rows or tuple(sizes[:1]) == (num_samples,)
         node = next((inner for inner, _ in node.next_functions if inner is not None), None)

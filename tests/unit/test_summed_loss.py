@@ -98,6 +98,9 @@ def squares(output: Tensor) -> Tensor:
 
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "of all": lambda output: squares(output).sum(),
+    "behind a cast": lambda output: squares(output).sum().double(),
+    "behind a squeeze": lambda output: squares(output).mean(1).sum(0, keepdim=True).squeeze(),
+    "of what is no NaN": lambda output: squares(output).nansum(),
     "of sums": lambda output: squares(output).sum(1).sum(0),
     "along both": lambda output: -squares(output).sum((0, 1)),
     "of a flat view": lambda output: squares(output).flatten().sum(),

@@ -49,7 +49,7 @@ class Guard:
         while True:
             word, telling = os.pipe()
             self._is_starting = True
-            # What comes meanwhile is for the process that has a handler for it, once it knows the launcher.
+            # A signal waits here until parent and child have their own handlers, and the parent knows the child.
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             if self._is_ended:
                 raise typer.Exit(exit_codes.INTERRUPTED)
@@ -125,7 +125,7 @@ class Guard:
 
 
 def print_to(directory: Path) -> None:
-    """What this process prints, and those that it starts, goes to a file of the result directory from here on."""
+    """From here on this process, and those that it starts, print to a file of the result directory."""
     with (directory / OUTPUT_FILE).open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

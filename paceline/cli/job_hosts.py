@@ -1,4 +1,5 @@
-"""What a command does on a host of a job whose scheduler has started it on each of them, and what the job asks for."""
+"""Some schedulers start a command on every host of a job. Only the first host runs it, with what the job asks for; the
+others lend their cores."""
 
 import os
 import socket

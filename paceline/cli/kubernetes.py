@@ -98,7 +98,7 @@ def kubernetes(
 
 
 def _bounds(elastic: str | None, nodes: int, num_workers: int) -> tuple[int, int]:
-    """As few and as many hosts as there may be with an elastic run's workers, as many on each as at the start.
+    """How few and how many hosts an elastic run may have, if each keeps as many workers as at the start.
 
     Raises:
         UsageError: the run could not start with its workers.

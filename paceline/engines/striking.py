@@ -176,7 +176,7 @@ def own_connections() -> list[tuple[Address, Address]]:
 
 
 def _cut(connections: Sequence[tuple[Address, Address]]) -> None:
-    """As a network that breaks: what is under way is lost, and both ends hear of it."""
+    """Breaks connections as a network would: both ends hear of it, and messages under way are lost."""
     for (host, port), (peer, peer_port) in connections:
         ends = ["src", f"{host}:{port}", "dst", f"{peer}:{peer_port}"]
         subprocess.run(["ss", "--kill", "--tcp", "--numeric", *ends], capture_output=True, check=False)

@@ -24,8 +24,8 @@ class Allocation:
     prefixes: tuple[tuple[str, ...], ...] | None = None
     """What starts a command on each host, put before it. None: `srun` starts it on many at once."""
     meeting_port: int | None = None
-    """Of the first host, where the others come to by themselves, as each has started this program. None: the first
-    starts them."""
+    """Each host has started this program, and the others join the first one's cluster at this port. None: the first
+    host starts them."""
     here: int = 0
     """This host's place among them; never another than the first but where they come by themselves."""
 

@@ -28,7 +28,7 @@ class RayJob:
     nodes: int
     """Hosts that train, a pod each."""
     bounds: tuple[int, int]
-    """So many hosts, at least and at most, may others ask the operator for, as `kubectl scale` does."""
+    """The operator keeps the number of hosts between these two."""
     cores: int
     memory: str
     gpus: int

@@ -50,7 +50,7 @@ def from_sagemaker(environment: Mapping[str, str], configuration: Path = CONFIGU
 @final
 @dataclass(frozen=True)
 class Wanted:
-    """What the estimator's `distribution` says, in the words of `paceline run`."""
+    """The options of `paceline run` that do what the estimator's `distribution` asks for."""
 
     setting: str
     strategy: str
@@ -91,7 +91,7 @@ def _is_name(host: object) -> bool:
 
 
 def _text(environment: Mapping[str, str], variable: str, file: Path) -> tuple[str | None, str]:
-    """What the variable or, without it, the file says, and which it was; None where there is neither."""
+    """Reads the variable or, without it, the file. Returns the text, None where there is neither, and which was read."""
     if variable in environment:
         return environment[variable], variable
     try:

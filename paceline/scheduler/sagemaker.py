@@ -91,7 +91,7 @@ def _is_name(host: object) -> bool:
 
 
 def _text(environment: Mapping[str, str], variable: str, file: Path) -> tuple[str | None, str]:
-    """Reads the variable or, without it, the file. Returns the text, None where there is neither, and which was read."""
+    """Reads the variable or, without it, the file. Returns the text, None if there is neither, and which was read."""
     if variable in environment:
         return environment[variable], variable
     try:

@@ -158,7 +158,7 @@ def test_who_is_handed_a_result_applies_it_and_not_its_own(monkeypatch, tmp_path
     behind = script(reform, rank=0, strategy=strategy)
     synchronizer = behind.session.run.prepared.synchronizer
     if strategy == "all-reduce":
-        synchronizer._repeating.lost = PeerLost("rank 1 is lost")
+        synchronizer._gradients.repeating.lost = PeerLost("rank 1 is lost")
     else:
         synchronizer._is_apart = True
     batches = iter(behind.loader)

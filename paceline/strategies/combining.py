@@ -6,6 +6,7 @@ from typing import Any, Literal, final
 
 from torch import Tensor, nn
 
+from paceline.aggregate import Aggregator
 from paceline.comm.base import Collective
 from paceline.errors import UsageError
 from paceline.strategies.digests import digest
@@ -14,6 +15,34 @@ from paceline.strategies.looks import Window, version_of
 
 Mode = Literal["auto", "always", "never"]
 _WINDOW_BYTES = 256
+
+_NO_MEAN = (
+    "under ps-bsp with backup_workers there is no mean gradient to change; use --option combine=never to change each "
+    "worker's own"
+)
+_NO_MIX = (
+    "a mean of all workers' gradients would hide what aggregate compares; use --option combine=never to change each "
+    "worker's own"
+)
+_NO_TRIAL = (
+    "with a codec a first step that is averaged would differ from the others; use --option combine=always so that it "
+    "sees the mean of all workers' gradients, or combine=never to change each worker's own"
+)
+
+
+def obstacle_to_a_mean(*, is_partial: bool, aggregator: Aggregator, is_coded: bool) -> str | None:
+    """Why workers cannot try whether the script looks at a mean, with what to do instead.
+
+    Args:
+        is_partial: not every worker's gradient counts.
+        aggregator: of the servers.
+        is_coded: what is pushed goes through a codec.
+    """
+    if is_partial:
+        return _NO_MEAN
+    if not aggregator.streams:
+        return _NO_MIX
+    return _NO_TRIAL if is_coded else None
 
 
 @final

@@ -13,18 +13,16 @@ from paceline.aggregate import MEAN, Aggregator
 from paceline.buckets import GradientBuckets
 from paceline.codec import TensorCodec
 from paceline.comm.base import Store, Timing
-from paceline.errors import TensorMismatch, UsageError
+from paceline.errors import UsageError
 from paceline.layout import Layout, by_group
 from paceline.server.coded_push import PushCoding
 from paceline.server.spec import Push, Reply
 from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Synchronizer, non_finite
 from paceline.strategies.coding import NOTHING_CODED, Scope, require_real
-from paceline.strategies.combining import Combining, Mode
-from paceline.strategies.digests import digest
+from paceline.strategies.combining import Combining, Mode, obstacle_to_a_mean
 from paceline.strategies.finite import nonfinite_row
 from paceline.strategies.held_state import HeldState
 from paceline.strategies.looks import next_look
-from paceline.strategies.meeting import gathered
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.replica import (
@@ -37,22 +35,9 @@ from paceline.strategies.replica import (
     require_no_hooks,
     require_same_attributes,
 )
+from paceline.strategies.same_steps import require_same_steps
 from paceline.strategies.served_rows import ServedRows
 from paceline.strategies.server_owned import ServerOwned
-from paceline.strategies.settings import first_difference, settings_of
-
-NO_MEAN = (
-    "under ps-bsp with backup_workers there is no mean gradient to change; use --option combine=never to change each "
-    "worker's own"
-)
-NO_MIX = (
-    "a mean of all workers' gradients would hide what aggregate compares; use --option combine=never to change each "
-    "worker's own"
-)
-NO_TRIAL = (
-    "with a codec a first step that is averaged would differ from the others; use --option combine=always so that it "
-    "sees the mean of all workers' gradients, or combine=never to change each worker's own"
-)
 
 
 @final
@@ -99,13 +84,7 @@ class ServerSynchronizer(Synchronizer):
             self._flats,
             mode=combine,
             parameters=replica.parameters,
-            obstacle=NO_MEAN
-            if is_partial
-            else NO_MIX
-            if not aggregator.streams
-            else None
-            if codec is None
-            else NO_TRIAL,
+            obstacle=obstacle_to_a_mean(is_partial=is_partial, aggregator=aggregator, is_coded=codec is not None),
             find_nonfinite=self._buckets.find_any_nonfinite,
             before_leaving=self._corrupt,
             tell=context.tell or (lambda event, details: None),
@@ -182,7 +161,13 @@ class ServerSynchronizer(Synchronizer):
         if not is_combined:
             self._corrupt()
         if self._compares and self._is_joint and self.context.size > 1:
-            self._require_joint(are_gradients_alike=is_combined and self.context.corrupt is None)
+            require_same_steps(
+                self.context.collective,
+                self.replica,
+                self._buckets,
+                are_gradients_alike=is_combined and self.context.corrupt is None,
+                step=self._steps,
+            )
         self._gradients.to_host()
         stop, groups = self.stop_vote(), self._changed_groups()
         self._rows.push(weight=self._weight, is_void=is_void)
@@ -307,43 +292,6 @@ class ServerSynchronizer(Synchronizer):
         """The groups' hyperparameters, if they are others than at the last push."""
         before, self._groups = self._groups, hyperparameters(self.replica.optimizer)
         return None if self._groups == before else self._groups
-
-    def _require_joint(self, *, are_gradients_alike: bool) -> None:
-        """All workers step alike. Collective call.
-
-        Raises:
-            TensorMismatch: their optimizers' settings differ, or what they have made of the mean gradient.
-        """
-        said = digest(self._flats) if are_gradients_alike else ""
-        everyone = gathered(self.context.collective, "a step", [settings_of(self.replica.optimizer), said])
-        difference = first_difference([settings for settings, _ in everyone])
-        if difference is not None:
-            raise TensorMismatch(
-                f"step {self._steps}: {difference}, and servers make one update of all workers' gradients. Compute it "
-                "from what all ranks share: worker.metrics, or a loss after worker.all_reduce(loss, op='mean')"
-            )
-        if len({theirs for _, theirs in everyone}) == 1:
-            return
-        own = [self._is_far_from_first(view) for view in self._buckets.views]
-        for other, is_far in enumerate(self.context.collective.all_gather_object(own)):
-            if True in is_far:
-                raise TensorMismatch(
-                    f"step {self._steps}: the script has changed the mean gradient of "
-                    f"{self.replica.specs[is_far.index(True)].name!r} on rank {other} in another way than on rank 0, "
-                    "as by its own loss, noise of its own generator, or a gradient that it has computed itself; let "
-                    "backward() compute it, change it by what worker.all_reduce has given all, and give a "
-                    "torch.Generator the same seed on every rank, or use --option combine=never to change each "
-                    "worker's own"
-                )
-
-    def _is_far_from_first(self, gradient: Tensor) -> bool:
-        """Whether it differs from rank 0's by more than processors of different kinds round. Collective call."""
-        first = gradient.clone()
-        self.context.collective.broadcast(first)
-        if not gradient.numel() or not first.isfinite().all():
-            return False
-        bound = torch.finfo(first.dtype).eps ** 0.5 * float(first.abs().max())
-        return not float((gradient - first).abs().max()) <= bound
 
     def _require_gradients(self) -> None:
         name = self._buckets.find_unused()

@@ -133,4 +133,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # By its name, by which Ray's processes find what they are to call.
+    importlib.import_module(Path(__file__).stem).main()

@@ -61,7 +61,7 @@ def chaos(
     from paceline.strategies import build
 
     given = None if schedule is None else Schedule.read(schedule)
-    folder = out or Path("runs", f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-chaos")
+    folder = out or Path("runs", f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-chaos")  # noqa: TID251 - a name
     campaign = Campaign(
         script=program,
         strategy=build(strategy, parse_options(option or [], where="--option")),

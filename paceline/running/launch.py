@@ -347,7 +347,7 @@ def own_environment() -> dict[str, str]:
 
 def new_directory(strategy: Strategy, *, workers: int) -> Path:
     """The result directory of a run that was given none; it is not made here."""
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")[:-3]
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")[:-3]  # noqa: TID251 - a name
     return Path("runs") / f"{stamp}-{name_of(strategy)}-{workers}"
 
 

@@ -74,6 +74,8 @@ def _failure(causes: Sequence[tuple[Statement, Outcome]], *, is_alone: bool) -> 
         # What every rank says alike is nobody's in particular.
         says_the_same = is_alone and len({each.message for _, each in causes}) == 1
         return UsageError(outcome.message if says_the_same else where + outcome.message)
+    if outcome.is_memory:
+        where += "it has run out of memory; use smaller batches, or fewer workers a host. "
     if not outcome.traceback:
         return RunFailed(where + outcome.message)
     return RunFailed(f"{where}{outcome.error}\n\n{outcome.traceback}".rstrip())

@@ -136,7 +136,7 @@ def test_losses_are_found(tmp_path: Path) -> None:
 def test_a_launcher_whose_death_or_full_disk_nobody_tells(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     said = tmp_path / "out" / "output.txt"
-    said.write_text("the launcher was killed; another one goes on from iteration 6\n")
+    said.write_text("the launcher was killed; another one goes on: resumed\n")
     strikes = [Strike("launcher", launcher.WRITES, 4, "full"), Strike("launcher", launcher.WRITES, 5, "kill")]
     assert judging.launcher(tmp_path, strikes) == ["nothing says 'what was there before is intact'"]
     said.write_text("cannot write checkpoint.pt: File too large; what was there before is intact\n")

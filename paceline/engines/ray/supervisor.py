@@ -164,6 +164,9 @@ class Supervisor:
         transport(spec.members)  # refuses what cannot be connected before anybody tries
         threads = [spec.num_threads(rank) for rank in range(spec.size)]
         pids = {name: info.pid for name, info in members.infos.items()}
+        if job.launcher_lost is not None:
+            self._controller.event("launcher_lost", "launcher", **job.launcher_lost._asdict())
+            self._controller.event("resumed", "guard", why=str(job.launcher_lost))
         self._controller.event("started", pids=pids, hosts=spec.num_hosts, threads=threads)
         for name, server in members.servers.items():
             members.pending[server.serve.remote()] = name

@@ -123,6 +123,9 @@ class Survival:
             elif kind is Kind.GIFT:
                 self._states.update(dict.fromkeys(body["to"], body["state"]))
                 self._hand_on_states()
+            elif kind is Kind.ENDS:
+                self._why[f"worker-{body['rank']}"] = body["why"]
+                self._kill(f"worker-{body['rank']}")
             elif kind is Kind.RETIRED:
                 self._controller.event("left", f"worker-{body['rank']}", left=len(self._coordinator.living) - 1)
                 self._say(f"worker {body['rank']} leaves; workers left: {len(self._coordinator.living) - 1}")

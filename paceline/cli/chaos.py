@@ -38,6 +38,9 @@ def chaos(
     out: Annotated[
         Path | None, typer.Option(help="A folder for the runs, new or empty.", show_default="a new one under runs/")
     ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="A Ray cluster; where its hosts are network namespaces, these are struck.")
+    ] = None,
     arguments: common_options.Arguments = None,
 ) -> None:
     """Strike processes of runs of SCRIPT at places of the protocol, and judge whether nothing is lost.
@@ -69,13 +72,14 @@ def chaos(
         at_least=at_least,
         seed=seed,
         max_steps=max_steps,
+        address=address,
         out=folder,
     )
     console = Console(soft_wrap=True, highlight=False, markup=False)
     num_runs = num_killed = num_wrong = 0
     for struck in campaign.runs(kills=kills or 10, given=given):
         num_runs, num_wrong = num_runs + 1, num_wrong + bool(struck.wrong)
-        num_killed += sum(strike.is_deadly for strike in struck.met)
+        num_killed += struck.num_died
         told = "; ".join(map(str, struck.met)) or "ended before it was struck"
         console.print(f"{struck.directory}: {told}: model {struck.distance:.1e} apart")
         for each in struck.wrong:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.comm.wire import Caller, Keys, Listener
-from paceline.engines import striking
+from paceline.engines.striking import connections
 from paceline.messages import FRAME_BYTES, Kind, Message, WireError, as_bytes, from_frames, to_frames
 from tests.threads import running
 
@@ -353,7 +353,7 @@ def test_a_second_caller_of_a_name_does_not_take_the_firsts_place(keys: Keys) ->
             exchange(listener, first)
 
 
-@pytest.mark.skipif(not striking.can_cut(), reason="takes CAP_NET_ADMIN and ss")
+@pytest.mark.skipif(bool(connections.lack()), reason=connections.lack())
 def test_what_a_broken_connection_loses_comes_again(keys: Keys) -> None:
     """The connection is cut again and again while both ends send; each message comes once, and in order."""
     num_messages, payload = 30, [bytes(200_000)]
@@ -387,7 +387,7 @@ def test_what_a_broken_connection_loses_comes_again(keys: Keys) -> None:
 
 def cut(listener: Listener) -> None:
     port = int(listener.endpoint.rsplit(":", 1)[1])
-    striking._cut([ends for ends in striking.own_connections() if port in (ends[0][1], ends[1][1])])
+    connections.cut([ends for ends in connections.own_connections() if port in (ends[0][1], ends[1][1])])
 
 
 def test_keys_differ_and_secrets_are_not_shown() -> None:

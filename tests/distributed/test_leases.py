@@ -10,6 +10,8 @@ import pytest
 
 from paceline.engines.ray.control import ControlLine
 from paceline.engines.ray.controller import Controller
+from paceline.engines.striking import connections
+from paceline.records import EventRecord, read_records
 
 LEASE_S = 1.5
 OTHERS_S = 2.0  # a machine that is busy
@@ -45,3 +47,36 @@ def test_a_worker_ends_when_the_launcher_is_silent_and_not_while_it_waits_for_a_
     assert LEASE_S / 2 < time.monotonic() - began_s < LEASE_S + OTHERS_S
     line.close()
     controller.close()
+
+
+@pytest.mark.skipif(bool(connections.lack()), reason=connections.lack())
+def test_a_line_that_breaks_loses_no_record_no_file_and_no_goodbye(tmp_path: Path) -> None:
+    """Each arrives once, whenever the connection is cut."""
+    controller = Controller(tmp_path, host="127.0.0.1", epoch=1, on_output=lambda who, line: None)
+    line = ControlLine(controller.address, identity="worker-1", progress=lambda: 1, on_abort=lambda reason: None)
+    port = int(controller.address.endpoint.rsplit(":", 1)[1])
+    stops = threading.Event()
+
+    def cut() -> None:
+        while not stops.wait(0.05):
+            connections.cut([ends for ends in connections.own_connections() if port in (ends[0][1], ends[1][1])])
+
+    def speak() -> None:
+        for number in range(8):
+            line.emit(EventRecord("number", "worker-1", number, 0.0, {}))
+            line.save("checkpoint.pt", bytes(2_000_000))
+        line.close()
+
+    threads = [threading.Thread(target=run) for run in (cut, speak)]
+    for thread in threads:
+        thread.start()
+    until_s = time.monotonic() + 60
+    while threads[1].is_alive() and time.monotonic() < until_s:
+        controller.turn(timeout_s=0.05)
+    stops.set()
+    threads[0].join()
+    assert "worker-1" in controller.gone
+    controller.close()
+    numbers = [event.iteration for event in read_records(tmp_path, EventRecord) if event.name == "number"]
+    assert numbers == list(range(8))
+    assert (tmp_path / "checkpoint.pt").stat().st_size == 2_000_000

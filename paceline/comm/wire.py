@@ -7,7 +7,7 @@ again on the next one, which ZeroMQ makes (`delivery.py`).
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import final
+from typing import cast, final
 
 import zmq
 import zmq.auth
@@ -139,7 +139,7 @@ class Caller:
         """A message's frames, if one has come. To be called now and then where one is awaited, too: it notices what
         is broken."""
         self._mend()
-        while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while _can_read(self.socket):
             first, *frames = self.socket.recv_multipart(copy=False)
             envelope = Envelope.read(first)
             if envelope is None or envelope.life != self._delivery.life:
@@ -177,7 +177,7 @@ class Caller:
     def _mend(self) -> None:
         is_broken = False
         self._patience_s = self._patience_s if self._delivery.is_asking else _AGAIN_S
-        while self.broken.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while _can_read(self.broken):
             self.broken.recv_multipart()
             is_broken = True
         if is_broken:
@@ -191,3 +191,8 @@ class Caller:
     def _ask(self) -> None:
         self._asked_s = time.monotonic()
         self.socket.send_multipart(self._delivery.ask())
+
+
+def _can_read(socket: "zmq.Socket[bytes]") -> bool:
+    """As `socket.poll(0)`, which takes several times as long."""
+    return bool(cast(int, socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

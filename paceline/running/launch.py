@@ -211,8 +211,8 @@ def run(
             is_elsewhere = chosen_address(address) is not None or striking.VARIABLE in os.environ
             environment = own_environment() if is_elsewhere else {}
             at_start = None if checkpoint is None else checkpoint.data.get(AT_START, len(checkpoint.workers))
-            job = Job(task, plan, workers, config, raw, environment, at_start, launcher_lost)
-            Supervisor(job, directory, watcher).run()
+            real = Job(task, plan, workers, config, raw, environment, at_start, launcher_lost)
+            Supervisor(real, directory, watcher).run()
     except Interrupted:
         raise
     except KeyboardInterrupt:

@@ -60,4 +60,4 @@ def _for_a_while(begin: str, end: str, seconds: float) -> AbstractContextManager
 
 def _link() -> str:
     """By which this host reaches others."""
-    return next(name for name, each in psutil.net_if_stats().items() if name != "lo" and each.isup)
+    return next(str(name) for name, each in psutil.net_if_stats().items() if name != "lo" and each.isup)

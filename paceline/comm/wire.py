@@ -4,6 +4,7 @@ CURVE encrypts; a peer without the run's client key is refused in the handshake.
 again on the next one, which ZeroMQ makes (`delivery.py`).
 """
 
+import contextlib
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -184,13 +185,15 @@ class Caller:
             self._ask()
         elif self._delivery.is_asking and time.monotonic() > self._asked_s + self._patience_s:
             self._patience_s *= 2
-            self.socket.disconnect(self._endpoint)
+            with contextlib.suppress(zmq.ZMQError):  # it is none any more
+                self.socket.disconnect(self._endpoint)
             self.socket.connect(self._endpoint)
             self._ask()
 
     def _ask(self) -> None:
         self._asked_s = time.monotonic()
-        self.socket.send_multipart(self._delivery.ask())
+        with contextlib.suppress(zmq.Again):  # a listener that has refused the keys leaves no way to it
+            self.socket.send_multipart(self._delivery.ask(), zmq.NOBLOCK)
 
 
 def _can_read(socket: "zmq.Socket[bytes]") -> bool:

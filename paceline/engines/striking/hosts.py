@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import psutil
 
 PARTED_S, FLICKER_S, SLOW_S = 20.0, 1.0, 10.0
 """Longer than any deadline of a chaos run; a moment; and how long its link carries 10 Mbit/s."""
+ENDED_S = 30.0
+"""Within that Ray ends the processes of a node that has died."""
 _SLOW = "root tbf rate 10mbit burst 32kbit latency 400ms"
 
 
@@ -41,9 +44,10 @@ def slow(folder: Path) -> AbstractContextManager[None]:
 
 
 def kill_node(folder: Path) -> AbstractContextManager[None]:
-    """The host's part of Ray, of which this process is a child."""
+    """The host's part of Ray, of which this process is a child; Ray's own part of this process then ends it."""
     raylet = next(each for each in psutil.Process().parents() if each.name() == "raylet")
     raylet.send_signal(signal.SIGKILL)
+    time.sleep(ENDED_S)
     return nullcontext()
 
 

@@ -1,6 +1,6 @@
 """What two ends of a connection send each other arrives once and in order, whenever the connection breaks.
 
-Sans-IO. Each message travels behind an envelope with its number, and with how many of the other end's have arrived. An
+Sans-IO. Before a message's first bytes an envelope says its number, and how many of the other end's have arrived. An
 end keeps what it has sent until the other one says that it is there. When the connection was broken and is made anew,
 the caller asks to begin again: both say what they have, and send the rest again. What comes twice or after a gap is
 passed over.
@@ -26,11 +26,14 @@ class Envelope(NamedTuple):
     heard: int
     """How many of the other end's messages have arrived here."""
 
-    @classmethod
-    def read(cls, frame: Raw) -> "Envelope | None":
-        """None if it is no envelope."""
-        raw = memoryview(frame)
-        return cls(*_ENVELOPE.unpack(raw)) if len(raw) == _ENVELOPE.size else None
+
+def opened(frames: Sequence[Raw]) -> tuple[Envelope | None, list[Raw]]:
+    """What has come without its envelope: none if it has none. Where that is all, there are no frames."""
+    first = memoryview(frames[0]) if frames else memoryview(b"")
+    if len(first) < _ENVELOPE.size:
+        return None, []
+    envelope = Envelope(*_ENVELOPE.unpack_from(first))
+    return envelope, [first[_ENVELOPE.size :], *frames[1:]] if len(first) > _ENVELOPE.size else []
 
 
 class Heard(NamedTuple):
@@ -65,10 +68,10 @@ class Delivery:
         """What is to be sent for a message, if anything. `keep`: it has to arrive; its memory stays as it is until it
         has. Else it may be lost."""
         if not keep:
-            return [self._envelope(_WORD), *frames]
+            return self._enclosed(_WORD, frames)
         self._num_sent += 1
         self._kept.append((self._num_sent, frames))
-        return () if self.is_asking else [self._envelope(self._num_sent), *frames]
+        return () if self.is_asking else self._enclosed(self._num_sent, frames)
 
     def ask(self) -> Sequence[Raw]:
         """The caller's connection was broken, or it wants to know what has arrived: what is to be sent."""
@@ -94,7 +97,10 @@ class Delivery:
     def _begun_again(self) -> list[Sequence[Raw]]:
         answer = [] if self._calls else [[self._envelope(_AGAIN)]]
         self.is_asking = False
-        return [*answer, *([self._envelope(number), *frames] for number, frames in self._kept)]
+        return [*answer, *(self._enclosed(number, frames) for number, frames in self._kept)]
+
+    def _enclosed(self, number: int, frames: Sequence[Raw]) -> list[Raw]:
+        return [self._envelope(number) + frames[0], *frames[1:]]
 
     def _envelope(self, number: int) -> bytes:
         self._num_unsaid = self._unsaid_bytes = 0

@@ -8,14 +8,14 @@ import contextlib
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import cast, final
+from typing import final
 
 import zmq
 import zmq.auth
 import zmq.utils.z85
 from zmq.auth.thread import ThreadAuthenticator
 
-from paceline.comm.delivery import Delivery, Envelope
+from paceline.comm.delivery import Delivery, opened
 from paceline.messages import Message, Raw
 
 _AGAIN_S = 1.0
@@ -79,16 +79,16 @@ class Listener:
         caller there are no frames."""
         name, *frames = self.socket.recv_multipart(copy=False)
         identity = name.bytes
-        envelope = Envelope.read(frames[0]) if frames else None
+        envelope, frames = opened(frames)
         if envelope is None:
             return identity, []
         delivery = self._deliveries.get(identity)
         if delivery is None or delivery.life != envelope.life:
             delivery = self._deliveries[identity] = Delivery(envelope.life, calls=False)
-        heard = delivery.hear(envelope, frames[1:])
+        heard = delivery.hear(envelope, frames)
         for said in heard.say:
             self.socket.send_multipart([identity, *said], copy=False)
-        return (identity, frames[1:]) if heard.is_new else None
+        return (identity, frames) if heard.is_new else None
 
     def send(self, identity: bytes, message: Message, *, keep: bool = True) -> None:
         """Nothing goes to whom nothing has come from. `keep`: as of `Delivery.send`."""
@@ -137,12 +137,14 @@ class Caller:
             self.socket.send_multipart(frames, copy=not message.payload)
 
     def receive(self) -> list[Raw] | None:
-        """A message's frames, if one has come. To be called now and then where one is awaited, too: it notices what
-        is broken."""
-        self._mend()
-        while _can_read(self.socket):
-            first, *frames = self.socket.recv_multipart(copy=False)
-            envelope = Envelope.read(first)
+        """A message's frames, if one has come. To be called now and then where one is awaited, too: when none has, it
+        looks whether the connection is broken."""
+        while True:
+            try:
+                envelope, frames = opened(self.socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            except zmq.Again:
+                self._mend()
+                return None
             if envelope is None or envelope.life != self._delivery.life:
                 continue
             heard = self._delivery.hear(envelope, frames)
@@ -150,7 +152,6 @@ class Caller:
                 self.socket.send_multipart(said, copy=False)
             if heard.is_new:
                 return frames
-        return None
 
     def settle(self, *, within_s: float) -> bool:
         """Wait until all that was sent is there; whether it is. What comes meanwhile is lost."""
@@ -178,7 +179,7 @@ class Caller:
     def _mend(self) -> None:
         is_broken = False
         self._patience_s = self._patience_s if self._delivery.is_asking else _AGAIN_S
-        while _can_read(self.broken):
+        while self.broken.poll(0):
             self.broken.recv_multipart()
             is_broken = True
         if is_broken:
@@ -194,8 +195,3 @@ class Caller:
         self._asked_s = time.monotonic()
         with contextlib.suppress(zmq.Again):  # a listener that has refused the keys leaves no way to it
             self.socket.send_multipart(self._delivery.ask(), zmq.NOBLOCK)
-
-
-def _can_read(socket: "zmq.Socket[bytes]") -> bool:
-    """As `socket.poll(0)`, which takes several times as long."""
-    return bool(cast(int, socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

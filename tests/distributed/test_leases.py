@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from paceline.elastic import Elastic
 from paceline.engines.ray.control import ControlLine
 from paceline.engines.ray.controller import Controller
+from paceline.engines.ray.survival import Survival
 from paceline.engines.striking import connections
+from paceline.membership import Membership
 from paceline.records import EventRecord, read_records
 
 LEASE_S = 1.5
@@ -80,3 +83,30 @@ def test_a_line_that_breaks_loses_no_record_no_file_and_no_goodbye(tmp_path: Pat
     numbers = [event.iteration for event in read_records(tmp_path, EventRecord) if event.name == "number"]
     assert numbers == list(range(8))
     assert (tmp_path / "checkpoint.pt").stat().st_size == 2_000_000
+
+
+def test_who_starts_on_another_host_has_a_lease_and_is_given_up_when_it_is_over(tmp_path: Path) -> None:
+    """Those who train are given up after a deadline of silence, a third of that."""
+    controller = Controller(tmp_path, host="127.0.0.1", epoch=1, on_output=lambda who, line: None)
+    controller.progress.phase = "training"
+    survival = Survival(
+        Elastic(at_least=1, at_most=4, deadline_s=3.0),
+        controller,
+        membership=Membership.first(2),
+        deadline_s=60.0,
+        pids={"worker-0": 1, "worker-1": 2},
+        elsewhere={"worker-1"},
+        say=lambda line: None,
+    )
+    survival.add("worker-2", 3, is_here=False)
+    for silent_s, expelled in ((5.0, set()), (10.0, {"worker-2"})):
+        controller.heard_s = {"worker-1": time.monotonic(), "worker-2": time.monotonic() - silent_s}
+        survival._heard_s.clear()
+        survival.end_silent()
+        assert controller.leases == {"worker-1": 9.0, "worker-2": 9.0}
+        assert controller.expelled == expelled
+    assert survival.why("worker-2").startswith("it was silent for 10.")
+    survival.end("worker-2")
+    survival.end_silent()
+    assert controller.leases["worker-2"] is None
+    controller.close()

@@ -157,22 +157,19 @@ def nobody_goes_on_alone_on_the_other_side(network: Network, address: str, direc
 
 
 def chaos_strikes_links_and_nodes(network: Network, address: str, directory: Path) -> None:
-    """Links that fail for a moment, that carry little, and that fail for longer than the deadline; and a Ray node."""
+    """Links that fail for a moment, that carry little, and that fail for longer than the deadline; connections that are
+    cut; and a Ray node."""
     directory.mkdir()
-    schedule = {
-        "runs": [
-            {"strikes": [strike(1, 6, "flicker"), strike(2, 12, "slow"), strike(2, 30, "part")], "replacements": 0},
-            {"strikes": [strike(2, 12, "node")], "replacements": 0},
-        ]
-    }
-    (directory / "given.json").write_text(json.dumps(schedule))
+    links = [strike(1, 6, "flicker"), strike(2, 12, "slow"), strike(1, 20, "cut"), strike(2, 30, "part")]
+    runs = [{"strikes": some, "replacements": 0} for some in (links, [strike(2, 12, "node")])]
+    (directory / "given.json").write_text(json.dumps({"runs": runs}))
     settings = ["--workers", "3", "--max-steps", "60", "--address", address]
     files = ["--schedule", str(directory / "given.json"), "--out", str(directory / "out")]
     process = network.start(network.hosts[0], [PACELINE, "chaos", str(DEMO), *settings, *files])
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, output + errors
     assert "2 deaths in 2 runs, 0 wrong" in output
-    for kind in ("flicker", "slow", "part", "node"):
+    for kind in ("flicker", "slow", "cut", "part", "node"):
         assert f"{kind} worker-" in output
 
 

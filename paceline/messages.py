@@ -75,6 +75,7 @@ class Kind(IntEnum):
     RETIRED = 43
     RESULT = 44
     PIECE = 45
+    ENDS = 46
     STOP = 48
     ABORT = 49
     FILE_WRITTEN = 50

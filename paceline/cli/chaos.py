@@ -38,15 +38,21 @@ def chaos(
     out: Annotated[
         Path | None, typer.Option(help="A folder for the runs, new or empty.", show_default="a new one under runs/")
     ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="A Ray cluster; where its hosts are network namespaces, these are struck.")
+    ] = None,
     arguments: common_options.Arguments = None,
 ) -> None:
     """Strike processes of runs of SCRIPT at places of the protocol, and judge whether nothing is lost.
 
     One run is left alone. In the others processes end (SIGKILL, a segmentation fault), stop (SIGSTOP, for good or for a
-    second), hold their interpreter, or lose their connections: workers, which the others outlive as in elastic runs, or
-    servers that have copies (replicas=R); or the launcher of a detached run dies, or finds its disk full. A run is
-    right if whoever was struck and nobody else is lost, every sample or gradient counts as often as in the undisturbed
-    run, the final model is as near to that one's as the strategy promises, and no process or descriptor is left.
+    second), hold their interpreter, run out of memory, or lose their connections: workers, which the others outlive as
+    in elastic runs, or servers that have copies (replicas=R); or the launcher of a detached run dies, or finds its disk
+    full. With --address, links and Ray nodes of hosts that are network namespaces of this machine fail.
+
+    A run is right if whoever was struck and nobody else is lost, every sample or gradient counts as often as in the
+    undisturbed run, the final model is as near to that one's as the strategy promises, and no process or descriptor is
+    left.
 
     Example: paceline chaos train.py --strategy all-reduce --kills 20 --seed 7
     """
@@ -61,7 +67,7 @@ def chaos(
     from paceline.strategies import build
 
     given = None if schedule is None else Schedule.read(schedule)
-    folder = out or Path("runs", f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-chaos")
+    folder = out or Path("runs", f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-chaos")  # noqa: TID251 - a name
     campaign = Campaign(
         script=program,
         strategy=build(strategy, parse_options(option or [], where="--option")),
@@ -69,13 +75,14 @@ def chaos(
         at_least=at_least,
         seed=seed,
         max_steps=max_steps,
+        address=address,
         out=folder,
     )
     console = Console(soft_wrap=True, highlight=False, markup=False)
     num_runs = num_killed = num_wrong = 0
     for struck in campaign.runs(kills=kills or 10, given=given):
         num_runs, num_wrong = num_runs + 1, num_wrong + bool(struck.wrong)
-        num_killed += sum(strike.is_deadly for strike in struck.met)
+        num_killed += struck.num_died
         told = "; ".join(map(str, struck.met)) or "ended before it was struck"
         console.print(f"{struck.directory}: {told}: model {struck.distance:.1e} apart")
         for each in struck.wrong:

@@ -36,7 +36,7 @@ def demo(
 
     console = Console(stderr=True, soft_wrap=True)
     if out is None:
-        out = Path("runs") / f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        out = Path("runs") / f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"  # noqa: TID251 - a name
         console.print(f"Files are kept in {out}; --out DIR keeps them elsewhere.", highlight=False)
     console.print("1. Train on this machine, real processes on a local Ray, to 95 % of 1,797 digits:", highlight=False)
     real = conduct(_spec(_HERE, seed), out / "this-machine")

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, final
 import typer
 from rich.console import Console
 
-from paceline.cli.guarding import Guard, print_to
+from paceline.cli.guarding import Guard, Resumed, print_to
 from paceline.engines.standing import Progress, Watcher
 
 
@@ -53,13 +53,13 @@ class Detached(Watcher):
             print(f"[{who}] {line}", file=sys.stderr, flush=True)
 
 
-def detach() -> tuple[int, Path | None]:
+def detach() -> tuple[int, Resumed | None]:
     """Go on in a guarded process of a session of its own; this one waits until the run is under way, and exits.
 
     To be called while the process has one thread.
 
     Returns:
-        The descriptor that `Detached` tells by, and the directory of the run to resume, where a launcher was killed.
+        The descriptor that `Detached` tells by, and the run to resume, where a launcher was killed.
     """
     sys.stdout.flush()
     sys.stderr.flush()

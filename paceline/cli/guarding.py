@@ -7,17 +7,26 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import typer
 
 from paceline.cli import exit_codes
 from paceline.engines.requests import Desk, ask, launcher_of
+from paceline.engines.standing import LauncherLost
 from paceline.errors import UsageError
 
 OUTPUT_FILE = "output.txt"
 """In the result directory: what a detached run's scripts print, and what the command would say at its end."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Resumed(NamedTuple):
+    """What another launcher goes on with."""
+
+    run: Path
+    """Its result directory."""
+    lost: LauncherLost
 
 
 @final
@@ -36,15 +45,14 @@ class Guard:
         self._is_starting = True
         self._is_ended = False
 
-    def launch(self) -> tuple[int, Path | None]:
+    def launch(self) -> tuple[int, Resumed | None]:
         """Go on in a child process, the launcher, and in another one whenever that is killed in the midst of the run
         and has left a newer checkpoint than it began with. To be called while the process has one thread.
 
         Returns:
-            In each launcher: a pipe to say the result directory to, and the directory to resume; none in the first.
+            In each launcher: a pipe to say the result directory to, and what to resume; none in the first.
         """
-        resumed: Path | None = None
-        saved: int | None = None
+        resumed: Resumed | None = None
         handlers = {number: signal.signal(number, self._hand_on) for number in _SIGNALS}
         while True:
             word, telling = os.pipe()
@@ -67,12 +75,15 @@ class Guard:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             os.close(telling)
             self._hear(word)
+            launcher = self._launcher
             status = self._end_of_launcher()
             if status >= 0 or self._directory is None or self._is_ended:
                 raise typer.Exit(status if status >= 0 else 128 - status)
-            resumed = self._directory
-            _require_unfinished(resumed)
-            saved = _newer_checkpoint(resumed, than=saved)
+            iteration = _unfinished_at(self._directory)
+            saved = _newer_checkpoint(self._directory, than=None if resumed is None else resumed.lost.resumed_at)
+            lost = LauncherLost(launcher, signal.Signals(-status).name, iteration, saved)
+            print(f"the launcher was killed; another one goes on: {lost}", file=sys.stderr, flush=True)
+            resumed = Resumed(self._directory, lost)
 
     def _hear(self, word: int) -> None:
         """The launcher says the directory, if it comes so far. All that is printed goes there from then on."""
@@ -131,15 +142,18 @@ def print_to(directory: Path) -> None:
             os.dup2(file.fileno(), stream)
 
 
-def _require_unfinished(directory: Path) -> None:
-    """Exits where the run had failed, was interrupted or had ended as its launcher was killed."""
+def _unfinished_at(directory: Path) -> int:
+    """The iteration that the run had come to. Exits where it had failed, was interrupted or had ended as its launcher
+    was killed."""
     from paceline.cli.runs import CUT_OFF, outcome_of
     from paceline.running.result import Result
 
-    outcome = outcome_of(Result(directory))
+    result = Result(directory)
+    outcome = outcome_of(result)
     if outcome != CUT_OFF:
         print(f"the launcher was killed, and the run goes on no more: {outcome}", file=sys.stderr, flush=True)
         raise typer.Exit(exit_codes.FAILED)
+    return result.iteration
 
 
 def _newer_checkpoint(directory: Path, *, than: int | None) -> int:
@@ -151,5 +165,4 @@ def _newer_checkpoint(directory: Path, *, than: int | None) -> int:
     if newest is None or newest == than:
         print("the launcher was killed, and has left no newer checkpoint to go on from", file=sys.stderr, flush=True)
         raise typer.Exit(exit_codes.FAILED)
-    print(f"the launcher was killed; another one goes on from iteration {newest}", file=sys.stderr, flush=True)
     return newest

@@ -131,7 +131,7 @@ def run(
         raise UsageError("--detach is for runs on real processes; leave it out, or use --engine ray")
     waiting, killed = detaching.detach() if detach else (None, None)
     if killed is not None:
-        out, resume, resume_from = None, killed, "newest"
+        out, resume, resume_from = None, killed.run, "newest"
     console = Console(stderr=True)
     if job_hosts.is_lent(console, engine=engine, address=address):
         return
@@ -197,6 +197,7 @@ def run(
                     resume=resume,
                     resume_from=resume_from,
                     watcher=watcher,
+                    launcher_lost=None if killed is None else killed.lost,
                 )
         except KeyboardInterrupt as interrupt:
             console.print(str(interrupt) or "interrupted", markup=False, highlight=False, soft_wrap=True)

@@ -3,13 +3,14 @@
 import errno
 import os
 import threading
+from collections.abc import Sequence
 from typing import final
 
 import zmq
 
 from paceline.comm.wire import Caller, Keys, Listener
 from paceline.errors import PeerLost
-from paceline.messages import FRAME_BYTES, Kind, Message, WireError, raw_bytes
+from paceline.messages import FRAME_BYTES, Kind, Message, Raw, WireError, raw_bytes
 
 _LOOK_S = 0.1
 _UNDER_WAY = 8  # pieces of 1 MiB: what a link of 1 Gbit/s carries in 67 ms
@@ -40,13 +41,14 @@ class OfferedFile:
         try:
             while not self._is_withdrawn.is_set():
                 if self._listener.socket.poll(int(_LOOK_S * 1000)):
-                    identity, *frames = self._listener.socket.recv_multipart(copy=False)
-                    self._answer(identity.bytes, frames)
+                    asked = self._listener.receive()
+                    if asked is not None:
+                        self._answer(*asked)
         finally:
             self._listener.close()
             os.close(self._descriptor)
 
-    def _answer(self, identity: bytes, frames: list[zmq.Frame]) -> None:
+    def _answer(self, identity: bytes, frames: Sequence[Raw]) -> None:
         try:
             message = Message.decode(frames, epoch=self._epoch)
         except WireError:
@@ -65,9 +67,8 @@ def copy_file(
         PeerLost: the process has ended, nothing comes for `patience_s`, or what comes is no piece of the file.
     """
     caller = Caller(keys, endpoint=endpoint, identity=identity)
-    ended = caller.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     poller = zmq.Poller()
-    for socket in (caller.socket, ended):
+    for socket in caller.sockets:
         poller.register(socket, zmq.POLLIN)
     try:
         wanted = list(range(0, num_bytes, FRAME_BYTES))[::-1]
@@ -80,7 +81,10 @@ def copy_file(
             ready = dict(poller.poll(int(patience_s * 1000)))
             if caller.socket not in ready:
                 raise PeerLost(f"whoever offers a file at {endpoint} has ended, or does not answer")
-            message = Message.decode(caller.socket.recv_multipart(copy=False), epoch=epoch)
+            frames = caller.receive()
+            if frames is None:
+                continue
+            message = Message.decode(frames, epoch=epoch)
             piece = b"".join(raw_bytes(frame) for frame in message.payload)
             is_wanted = message.kind is Kind.PIECE and message.clock in missing
             if not is_wanted or len(piece) != min(FRAME_BYTES, num_bytes - message.clock):
@@ -90,6 +94,4 @@ def copy_file(
             missing.discard(message.clock)
             under_way -= 1
     finally:
-        caller.socket.disable_monitor()
-        ended.close(linger=0)
         caller.close()

@@ -102,8 +102,10 @@ class RunStore(Store):
             while time.monotonic() < give_up_s:
                 if self._abort_reason is not None:
                     raise Aborted(self._abort_reason)
-                if self._caller.socket.poll(int(_LOOK_S * 1000)):
-                    answer = Message.decode(self._caller.socket.recv_multipart(copy=False), epoch=self._epoch)
+                self._caller.socket.poll(int(_LOOK_S * 1000))
+                frames = self._caller.receive()
+                if frames is not None:
+                    answer = Message.decode(frames, epoch=self._epoch)
                     if answer.clock == self._num_requests:
                         return [bytes(raw_bytes(value)) for value in answer.payload]
         raise PeerLost(f"the launcher, where ranks meet, has not answered within {_ANSWER_WITHIN_S:g} s")

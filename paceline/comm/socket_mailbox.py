@@ -93,8 +93,14 @@ class SocketMailbox(Mailbox):
         """What the thread does."""
         try:
             while not self._is_closed:
+                with self._changed:
+                    for caller in self._callers.values():
+                        caller.receive()  # word of what has arrived, which comes alone; or its connection is broken
                 if self._listener.socket.poll(int(_LOOK_S * 1000)):
-                    _, *frames = self._listener.socket.recv_multipart(copy=False)
+                    mail = self._listener.receive()
+                    if mail is None:
+                        continue
+                    _, frames = mail
                     message = Message.decode(frames, epoch=self._epoch)
                     if message.kind is not Kind.MAIL or not 0 <= message.sender < len(self._endpoints):
                         raise WireError(f"refused a message of kind {message.kind.name} from {message.sender}")

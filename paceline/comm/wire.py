@@ -1,8 +1,12 @@
 """ZeroMQ sockets with keys made for one run, over which its messages go.
 
-CURVE encrypts; a peer without the run's client key is refused in the handshake.
+CURVE encrypts; a peer without the run's client key is refused in the handshake. What a broken connection loses is sent
+again on the next one, which ZeroMQ makes (`delivery.py`).
 """
 
+import contextlib
+import secrets
+import time
 from dataclasses import dataclass, field
 from typing import final
 
@@ -11,7 +15,12 @@ import zmq.auth
 import zmq.utils.z85
 from zmq.auth.thread import ThreadAuthenticator
 
-from paceline.messages import Message
+from paceline.comm.delivery import Delivery, opened
+from paceline.messages import Message, Raw
+
+_AGAIN_S = 1.0
+"""Who has asked to begin again and is not answered for so long connects anew: a listener that has not seen the last
+connection break does not hear the next one."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class Listener:
         self.socket.set_hwm(0)  # a router drops what does not fit its queue, and a model may be thousands of messages
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self.socket.ipv6 = ":" in host
+        self._deliveries: dict[bytes, Delivery] = {}
         address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         try:
             self.endpoint = f"{address}:{self.socket.bind_to_random_port(address)}"
@@ -64,8 +74,28 @@ class Listener:
             self.close()
             raise
 
-    def send(self, identity: bytes, message: Message) -> None:
-        self.socket.send_multipart([identity, *message.encode()], copy=not message.payload)
+    def receive(self) -> tuple[bytes, list[Raw]] | None:
+        """Take what has come: from whom, and a message's frames; none if it was no message. Of what is no word of a
+        caller there are no frames."""
+        name, *frames = self.socket.recv_multipart(copy=False)
+        identity = name.bytes
+        envelope, frames = opened(frames)
+        if envelope is None:
+            return identity, []
+        delivery = self._deliveries.get(identity)
+        if delivery is None or delivery.life != envelope.life:
+            delivery = self._deliveries[identity] = Delivery(envelope.life, calls=False)
+        heard = delivery.hear(envelope, frames)
+        for said in heard.say:
+            self.socket.send_multipart([identity, *said], copy=False)
+        return (identity, frames) if heard.is_new else None
+
+    def send(self, identity: bytes, message: Message, *, keep: bool = True) -> None:
+        """Nothing goes to whom nothing has come from. `keep`: as of `Delivery.send`."""
+        delivery = self._deliveries.get(identity)
+        if delivery is not None:
+            frames = delivery.send(message.encode(), keep=keep)
+            self.socket.send_multipart([identity, *frames], copy=not message.payload)
 
     def close(self) -> None:
         if not self._context.closed:
@@ -88,13 +118,80 @@ class Caller:
         self.socket.linger = 0
         self.socket.set_hwm(0)
         self.socket.ipv6 = "[" in endpoint
+        self.broken = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        """Can be read when the connection is broken."""
+        self._endpoint = endpoint
+        self._delivery = Delivery(secrets.randbits(64), calls=True)
+        self._asked_s, self._patience_s = 0.0, _AGAIN_S
         self.socket.connect(endpoint)
 
-    def send(self, message: Message) -> None:
-        self.socket.send_multipart(message.encode(), copy=not message.payload)
+    @property
+    def sockets(self) -> tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]:
+        """When one of these can be read, `receive` is to be called."""
+        return self.socket, self.broken
+
+    def send(self, message: Message, *, keep: bool = True) -> None:
+        """`keep`: as of `Delivery.send`."""
+        frames = self._delivery.send(message.encode(), keep=keep)
+        if frames:
+            self.socket.send_multipart(frames, copy=not message.payload)
+
+    def receive(self) -> list[Raw] | None:
+        """A message's frames, if one has come. To be called now and then where one is awaited, too: when none has, it
+        looks whether the connection is broken."""
+        while True:
+            try:
+                envelope, frames = opened(self.socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            except zmq.Again:
+                self._mend()
+                return None
+            if envelope is None or envelope.life != self._delivery.life:
+                continue
+            heard = self._delivery.hear(envelope, frames)
+            for said in heard.say:
+                self.socket.send_multipart(said, copy=False)
+            if heard.is_new:
+                return frames
+
+    def settle(self, *, within_s: float) -> bool:
+        """Wait until all that was sent is there; whether it is. What comes meanwhile is lost."""
+        until_s = time.monotonic() + within_s
+        poller = zmq.Poller()
+        for each in self.sockets:
+            poller.register(each, zmq.POLLIN)
+        if not self._delivery.is_settled:
+            self._ask()
+        while not self._delivery.is_settled and (left_s := until_s - time.monotonic()) > 0:
+            poller.poll(int(min(left_s, _AGAIN_S) * 1000))
+            self.receive()
+            if not self._delivery.is_asking and not self._delivery.is_settled:
+                self._ask()
+        return self._delivery.is_settled
 
     def close(self, *, linger_s: float = 0.0) -> None:
         """Close; what was sent has `linger_s` to leave."""
         if not self._context.closed:
+            self.socket.disable_monitor()
+            self.broken.close(linger=0)
             self.socket.close(linger=int(linger_s * 1000))
             self._context.term()
+
+    def _mend(self) -> None:
+        is_broken = False
+        self._patience_s = self._patience_s if self._delivery.is_asking else _AGAIN_S
+        while self.broken.poll(0):
+            self.broken.recv_multipart()
+            is_broken = True
+        if is_broken:
+            self._ask()
+        elif self._delivery.is_asking and time.monotonic() > self._asked_s + self._patience_s:
+            self._patience_s *= 2
+            with contextlib.suppress(zmq.ZMQError):  # it is none any more
+                self.socket.disconnect(self._endpoint)
+            self.socket.connect(self._endpoint)
+            self._ask()
+
+    def _ask(self) -> None:
+        self._asked_s = time.monotonic()
+        with contextlib.suppress(zmq.Again):  # a listener that has refused the keys leaves no way to it
+            self.socket.send_multipart(self._delivery.ask(), zmq.NOBLOCK)

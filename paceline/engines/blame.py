@@ -39,12 +39,16 @@ class Statement:
         return max(self.num_steps, self.outcome.num_steps if self.outcome is not None else 0)
 
 
-def judge(members: Sequence[Statement], *, is_training: bool, is_synchronous: bool) -> PacelineError:
-    """The run's error: deaths before failures, causes before their consequences. `is_synchronous`: no worker ends a
-    step without all members, so that the survivors' step is that of the dead."""
+def judge(members: Sequence[Statement], *, is_training: bool, is_synchronous: bool, besides: str = "") -> PacelineError:
+    """The run's error: deaths before failures, causes before their consequences.
+
+    Args:
+        is_synchronous: no worker ends a step without all members, so that the survivors' step is that of the dead.
+        besides: what else is known of deaths.
+    """
     dead = [member for member in members if member.is_dead]
     if dead:
-        return RunFailed("\n".join(_death(member, members, is_training, is_synchronous) for member in dead))
+        return RunFailed("\n".join(_death(member, members, is_training, is_synchronous) for member in dead) + besides)
     failed = [(member, member.outcome) for member in members if member.outcome and member.outcome.error is not None]
     causes = [(member, outcome) for member, outcome in failed if not outcome.is_consequence]
     if causes:
@@ -74,6 +78,8 @@ def _failure(causes: Sequence[tuple[Statement, Outcome]], *, is_alone: bool) -> 
         # What every rank says alike is nobody's in particular.
         says_the_same = is_alone and len({each.message for _, each in causes}) == 1
         return UsageError(outcome.message if says_the_same else where + outcome.message)
+    if outcome.is_memory:
+        where += "it has run out of memory; use smaller batches, or fewer workers a host. "
     if not outcome.traceback:
         return RunFailed(where + outcome.message)
     return RunFailed(f"{where}{outcome.error}\n\n{outcome.traceback}".rstrip())

@@ -1,7 +1,9 @@
 """Running a user's script or function inside a worker, and telling how it ended."""
 
+import errno
 import linecache
 import os
+import re
 import sys
 import traceback
 import types
@@ -66,6 +68,8 @@ class Outcome:
     """The failure only says that someone else failed."""
     is_usage: bool = False
     """The failure is that something was asked for that cannot be had."""
+    is_memory: bool = False
+    """The failure is that memory has run out."""
 
 
 class ScriptExit(PacelineError):
@@ -96,7 +100,16 @@ def outcome_of(error: BaseException, *, num_steps: int) -> Outcome:
         traceback="" if isinstance(error, PacelineError) else _script_traceback(error),
         is_consequence=isinstance(error, PeerLost | Aborted | DeadlineExceeded),
         is_usage=isinstance(error, UsageError),
+        is_memory=is_lack_of_memory(error),
     )
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether memory has run out, of the host or of what this process may have; torch says so in a RuntimeError."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    is_torchs = isinstance(error, RuntimeError) and re.search(r"can't allocate memory|out of memory", str(error))
+    return isinstance(error, MemoryError) or bool(is_torchs)
 
 
 def _script_traceback(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from paceline.records import EvaluationRecord, EventRecord, Record, StepRecord
 
@@ -51,6 +51,24 @@ class Progress:
                 self.not_saved = None
             elif isinstance(record, EventRecord) and record.name == "not_saved":
                 self.not_saved = str(record.details["error"])
+
+
+class LauncherLost(NamedTuple):
+    """A launcher's death, after which another one goes on."""
+
+    process: int
+    why: str
+    """The signal's name."""
+    iteration: int
+    """That the run had come to."""
+    resumed_at: int
+    """The iteration of the checkpoint that it goes on from."""
+
+    def __str__(self) -> str:
+        return (
+            f"resumed by the guard from iteration {self.resumed_at}, after the launcher's death at iteration "
+            f"{self.iteration} (process {self.process}, {self.why})"
+        )
 
 
 class Watcher(Protocol):

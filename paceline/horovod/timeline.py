@@ -26,7 +26,7 @@ class Timeline:
             self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # open until stop
             self._marks_cycles, self._rows, self._began_ns = marks_cycles, {}, time.perf_counter_ns()
             self._file.write("[\n")
-            since_us = time.time_ns() // 1000
+            since_us = time.time_ns() // 1000  # noqa: TID251 - it is to be the epoch's
             self._write({"name": "start", "ph": "M", "args": {"start_time_since_epoch_in_micros": since_us}}, sep="")
 
     def stop(self) -> None:

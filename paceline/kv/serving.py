@@ -2,14 +2,13 @@
 
 import multiprocessing
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import final
 
 import torch
-import zmq
 
 from paceline.comm.wire import Keys, Listener
 from paceline.errors import RunFailed, UsageError
@@ -17,7 +16,7 @@ from paceline.kv.requests import EPOCH
 from paceline.kv.server_core import ServerCore
 from paceline.kv.spec import Spec
 from paceline.kv.store import Store, identity_of
-from paceline.messages import Message, WireError
+from paceline.messages import Message, Raw, WireError
 
 _LOOK_MS = 200
 _START_S = 120.0
@@ -68,7 +67,9 @@ class Server:
         try:
             while not self._core.is_deserted and not self._is_stopping.is_set():
                 if self._listener.socket.poll(_LOOK_MS):
-                    self._handle(*self._listener.socket.recv_multipart(copy=False))
+                    asked = self._listener.receive()
+                    if asked is not None:
+                        self._handle(*asked)
         finally:
             self._listener.close()
 
@@ -76,12 +77,12 @@ class Server:
         """Callable from any thread."""
         self._is_stopping.set()
 
-    def _handle(self, identity: zmq.Frame, *frames: zmq.Frame) -> None:
+    def _handle(self, identity: bytes, frames: Sequence[Raw]) -> None:
         try:
             message = Message.decode(frames, epoch=EPOCH)
         except WireError:
             return  # nobody of ours: there is no request to answer
-        if identity.bytes == identity_of(message.sender).encode():
+        if identity == identity_of(message.sender).encode():
             for worker, answer in self._core.receive(message):
                 self._listener.send(identity_of(worker).encode(), answer)
 

@@ -42,9 +42,9 @@ class Store:
         self._refusals: list[PacelineError] = []
         self._heard: set[int] = set()
         self._poller = zmq.Poller()
-        self._index_of = {caller.socket: index for index, caller in enumerate(self._callers)}
-        for caller in self._callers:
-            self._poller.register(caller.socket, zmq.POLLIN)
+        self._index_of = {socket: index for index, caller in enumerate(self._callers) for socket in caller.sockets}
+        for socket in self._index_of:
+            self._poller.register(socket, zmq.POLLIN)
         self.sent_bytes = self.received_bytes = 0
         """Of all messages so far: headers, keys and values."""
 
@@ -163,9 +163,12 @@ class Store:
         """Take what has come; whether something has in time."""
         found = self._poller.poll(None if timeout_s is None else int(timeout_s * 1000))
         for socket, _ in found:
-            frames = socket.recv_multipart(copy=False)
+            index = self._index_of[socket]
+            frames = self._callers[index].receive()
+            if frames is None:
+                continue
             self.received_bytes += sum(map(len, frames))
-            self._heard.add(index := self._index_of[socket])
+            self._heard.add(index)
             try:
                 self._core.receive(index, Message.decode(frames, epoch=EPOCH))
             except PacelineError as error:

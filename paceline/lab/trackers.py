@@ -46,7 +46,7 @@ class TensorBoard(Tracker):
         load("tensorboard")
         writers = importlib.import_module("torch.utils.tensorboard")
         self._writer = writers.SummaryWriter(log_dir=str(_unused(directory)))
-        self._began_s = time.time()
+        self._began_s = time.time()  # noqa: TID251 - TensorBoard's
         rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
         self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}")
 
@@ -73,7 +73,7 @@ class MLflow(Tracker):
         self._client.log_batch(self._run_id, params=parameters)
 
     def log(self, values: Mapping[str, float], *, step: int, time_s: float) -> None:
-        now_ms = int(time.time() * 1000)
+        now_ms = int(time.time() * 1000)  # noqa: TID251 - MLflow's
         metrics = [
             self._entities.Metric(name, value, now_ms, step)
             for name, value in {**values, "training_time_s": time_s}.items()

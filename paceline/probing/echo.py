@@ -54,9 +54,12 @@ class Echo:
         while not self._is_stopping:
             if not self._listener.socket.poll(int(_POLL_S * 1000), zmq.POLLIN):
                 continue
-            identity, *frames = self._listener.socket.recv_multipart(copy=False)
+            asked = self._listener.receive()
+            if asked is None:
+                continue
+            identity, frames = asked
             message = Message.decode(frames, epoch=EPOCH)
             if message.payload:
                 num_bytes = sum(len(raw_bytes(frame)) for frame in message.payload)
                 from_frames(message.payload, [place[:num_bytes]])
-            self._listener.send(identity.bytes, Message(Kind.OK, EPOCH))
+            self._listener.send(identity, Message(Kind.OK, EPOCH))

@@ -124,7 +124,7 @@ def _answering_hosts(address: str | None, *, insecure: bool) -> list[Node]:
 
 
 def _about(config: ProbeConfig, hosts: Sequence[Node]) -> str:
-    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")  # noqa: TID251 - a date
     script = " ".join([Path(config.script.path).name, *config.script.arguments])
     text = f"Measured by paceline probe on {now} with {script}, on {', '.join(host.address for host in hosts)}."
     if len(hosts) == 1:

@@ -64,9 +64,12 @@ def connected(keys: Keys, endpoint: str, names: Sequence[str]) -> Iterator[list[
 
 def await_answer(caller: Caller) -> None:
     """Raises WireError if it does not come."""
-    if not caller.socket.poll(int(_ANSWER_S * 1000)):
-        raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
-    caller.socket.recv_multipart()
+    until_s = time.perf_counter() + _ANSWER_S
+    while caller.receive() is None:
+        left_s = until_s - time.perf_counter()
+        if left_s <= 0:
+            raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
+        caller.socket.poll(math.ceil(left_s * 1000))
 
 
 def answered(callers: Sequence[Caller]) -> list[int]:
@@ -86,7 +89,7 @@ def answered(callers: Sequence[Caller]) -> list[int]:
     while (left_s := until_s - time.perf_counter()) > 0:
         for socket, _ in poller.poll(math.ceil(left_s * 1000)):
             number = by_socket[socket]
-            socket.recv_multipart()
-            counts[number] += 1
-            callers[number].send(piece)
+            if callers[number].receive() is not None:
+                counts[number] += 1
+                callers[number].send(piece)
     return counts

@@ -24,7 +24,7 @@ from paceline.engines.ray.job import Job
 from paceline.engines.ray.nodes import chosen_address, connected
 from paceline.engines.ray.supervisor import Supervisor
 from paceline.engines.scripting import Program, Script, read_script
-from paceline.engines.standing import Watcher
+from paceline.engines.standing import LauncherLost, Watcher
 from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.job import VirtualJob
 from paceline.errors import UsageError, unknown
@@ -92,6 +92,7 @@ def run(
     resume: str | Path | None = None,
     resume_from: str | int = resuming.NEWEST,
     watcher: Watcher | None = None,
+    launcher_lost: LauncherLost | None = None,
 ) -> Result:
     """Train a script, or a function without arguments, under a strategy.
 
@@ -129,6 +130,7 @@ def run(
             before is taken. In the same directory, later checkpoints and records are dropped.
         watcher: is told of progress and shown what scripts print; none: on a terminal and in a notebook a line of
             progress, elsewhere what scripts print alone.
+        launcher_lost: why it is resumed, if a guard does so.
 
     Raises:
         UsageError: something asked for does not exist or cannot be had. Nothing was started, unless only the script
@@ -209,7 +211,8 @@ def run(
             is_elsewhere = chosen_address(address) is not None or striking.VARIABLE in os.environ
             environment = own_environment() if is_elsewhere else {}
             at_start = None if checkpoint is None else checkpoint.data.get(AT_START, len(checkpoint.workers))
-            Supervisor(Job(task, plan, workers, config, raw, environment, at_start), directory, watcher).run()
+            real = Job(task, plan, workers, config, raw, environment, at_start, launcher_lost)
+            Supervisor(real, directory, watcher).run()
     except Interrupted:
         raise
     except KeyboardInterrupt:
@@ -347,7 +350,7 @@ def own_environment() -> dict[str, str]:
 
 def new_directory(strategy: Strategy, *, workers: int) -> Path:
     """The result directory of a run that was given none; it is not made here."""
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")[:-3]
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")[:-3]  # noqa: TID251 - a name
     return Path("runs") / f"{stamp}-{name_of(strategy)}-{workers}"
 
 

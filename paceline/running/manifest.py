@@ -30,7 +30,7 @@ def describe_run(
 ) -> dict[str, Any]:
     """Command, configuration, unit of an iteration, seed, versions, git commit and machine."""
     return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),  # noqa: TID251 - a date
         "command": list(sys.argv),
         "working_directory": os.getcwd(),
         "program": program,

@@ -78,10 +78,6 @@ class Replication:
         if is_last:
             self._unacknowledged.clear()
         yield from self._acknowledge(self._number if is_last else self._acknowledged)
-        yield from self.send_again()
-
-    def send_again(self) -> Iterator[CopyAction]:
-        """The connection to the next copy was broken, and what was on its way, in either direction, is lost."""
         for entry in list(self._unacknowledged):
             yield self._forward(entry)
 
@@ -103,8 +99,7 @@ class Replication:
             self._new.append(entries.of_closed(index, self._core.parts[index], closed))
 
     def _take(self, entry: Message) -> Iterator[CopyAction]:
-        """An entry of the copy before. One of a later epoch comes from who was told of the new chain earlier. One that
-        comes after a gap is passed over: what was lost comes again, and it after that."""
+        """An entry of the copy before. One of a later epoch comes from who was told of the new chain earlier."""
         if self.is_head or entry.epoch < self._core.epoch:
             return  # of one that is taken for dead
         self._core.epoch = entry.epoch

@@ -53,7 +53,7 @@ def ask(keys: Keys, endpoint: str, message: Message, *, timeout_s: float = 60.0)
         caller.send(message)
         if not caller.socket.poll(int(timeout_s * 1000), zmq.POLLIN):
             return None
-        return Message.decode(caller.socket.recv_multipart(copy=False), epoch=EPOCH)
+        return Message.decode(caller.receive() or [], epoch=EPOCH)
     finally:
         caller.close()
 
@@ -128,7 +128,7 @@ def test_members_write_only_files_of_a_run(controller: Controller, tmp_path: Pat
     before = set(tmp_path.parent.rglob("*"))
     caller.send(Message(Kind.FILE, EPOCH, body={"name": name}, payload=[b"content"]))
     listen(controller, for_s=WITHIN_S, until=lambda: caller.socket.poll(0))
-    answer = Message.decode(caller.socket.recv_multipart(copy=False), epoch=EPOCH)
+    answer = Message.decode(caller.receive() or [], epoch=EPOCH)
     caller.close()
     assert answer.kind is Kind.FILE_WRITTEN
     assert "refused to write" in answer.body["error"]

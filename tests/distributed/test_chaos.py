@@ -1,4 +1,4 @@
-"""A handful of deaths at drawn places, over all-reduce, local updates and servers, and schedules."""
+"""Strikes of many kinds at given and at drawn places, over all-reduce, local updates and servers."""
 
 from __future__ import annotations
 
@@ -11,50 +11,68 @@ from typing import Any
 import pytest
 
 from tests.distributed.harness import SCRIPTS, Command
+from tests.distributed.test_elastic import of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 DEMO = SCRIPTS.parents[2] / "paceline" / "demo_script.py"
 
 
+def strike(who: str, place: str, number: int, kind: str) -> dict[str, Any]:
+    return {"who": who, "place": place, "number": number, "kind": kind}
+
+
+def scheduled(directory: Path, *runs: tuple[list[dict[str, Any]], int]) -> Path:
+    """A schedule of these runs: strikes, and how many new workers start in dead ones' places."""
+    path = directory / "given.json"
+    path.write_text(json.dumps({"runs": [{"strikes": some, "replacements": more} for some, more in runs]}))
+    return path
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("settings", "script"),
-    [
-        (["--workers", 3, "--kills", 3, "--seed", 2, "--max-steps", 30], []),
-        (["--strategy", "diloco", "--option", "every=4", "--kills", 1, "--seed", 2], ["--epochs", 3]),
-    ],
-    ids=["all-reduce", "diloco"],
-)
-def test_nothing_is_lost_whoever_dies(
-    settings: list[Any], script: list[Any], start: Callable[..., Command], tmp_path: Path
-) -> None:
-    command = start("chaos", DEMO, *settings, "--out", tmp_path / "out", "--", *script)
+def test_one_run_outlives_deaths_of_many_kinds(start: Callable[..., Command], tmp_path: Path) -> None:
+    """Memory that runs out, a joiner that dies, a worker that stops; and connections that are cut."""
+    strikes = [
+        strike("worker-0", "gives its part", 6, "cut"),
+        strike("worker-1", "gives its part", 9, "memory"),
+        strike("worker-3", "takes a state", 1, "segfault"),
+        strike("worker-2", "has the result", 60, "stop"),
+        strike("worker-0", "has the result", 70, "cut"),
+    ]
+    given = ["--workers", 3, "--max-steps", 100, "--schedule", scheduled(tmp_path, (strikes, 1))]
+    command = start("chaos", DEMO, *given, "--out", tmp_path / "out")
     output = command.wait(timeout_s=380)
     assert command.status == 0, output
     assert ", 0 wrong; again: --schedule" in output
+    assert all(f"{kind} worker-" in output for kind in ("cut", "memory", "stop")), output
+    lost = {event["who"]: event["details"]["why"] for event in of(tmp_path / "out" / "run-1" / "out", "lost")}
+    assert lost["worker-1"] == "it has run out of memory (MemoryError)"
     command.assert_nothing_left()
 
 
 @pytest.mark.timeout(400)
-def test_servers_die_and_a_schedule_has_it_again_with_a_full_disk_and_a_dead_launcher(
-    start: Callable[..., Command], tmp_path: Path
-) -> None:
+def test_nothing_is_lost_in_rounds_whoever_dies(start: Callable[..., Command], tmp_path: Path) -> None:
+    settings = ["--strategy", "diloco", "--option", "every=4", "--kills", 1, "--seed", 2]
+    command = start("chaos", DEMO, *settings, "--out", tmp_path / "out", "--", "--epochs", 3)
+    output = command.wait(timeout_s=380)
+    assert command.status == 0, output
+    assert ", 0 wrong; again: --schedule" in output
+
+
+@pytest.mark.timeout(400)
+def test_servers_die_and_a_launcher_whose_disk_was_full(start: Callable[..., Command], tmp_path: Path) -> None:
     """The launcher dies before it has written another checkpoint than the one that did not fit on the disk."""
     given = ["--strategy", "ps-bsp", "--option", "servers=2", "--option", "replicas=1", "--workers", 2]
-    given += ["--max-steps", 30]
-    full = {"who": "launcher", "place": "writes a checkpoint", "number": 4, "kind": "full"}
-    of_launcher = {"strikes": [full, {**full, "number": 5, "kind": "kill"}], "replacements": 0}
-    schedules = []
-    for name, more in (("first", ["--kills", 1, "--seed", 2]), ("again", ["--schedule", tmp_path / "longer.json"])):
-        command = start("chaos", DEMO, *given, *more, "--out", tmp_path / name)
-        output = command.wait()
-        assert command.status == 0, output
-        assert re.search(r"\b(1 death|[1-9]\d* deaths) in (1 run|\d+ runs), 0 wrong", output), output
-        assert "model 0.0e+00 apart" in output
-        schedules.append(json.loads((tmp_path / name / "schedule.json").read_text()))
-        (tmp_path / "longer.json").write_text(json.dumps({"runs": [*schedules[0]["runs"], of_launcher]}))
-    assert schedules[1]["runs"] == [*schedules[0]["runs"], of_launcher]
+    servers = [strike("server-1", "is asked", 18, "cut"), strike("server-0", "is asked", 30, "kill")]
+    launchers = [strike("launcher", "writes a checkpoint", number, kind) for number, kind in ((4, "full"), (5, "kill"))]
+    path = scheduled(tmp_path, (servers, 0), (launchers, 0))
+    command = start("chaos", DEMO, *given, "--max-steps", 30, "--schedule", path, "--out", tmp_path / "out")
+    output = command.wait(timeout_s=380)
+    assert command.status == 0, output
+    assert "2 deaths in 2 runs, 0 wrong" in output
+    assert output.count("model 0.0e+00 apart") == 2
+    assert "cut server-1, is asked (18); kill server-0, is asked (30)" in output
     assert "full launcher, writes a checkpoint (4); kill launcher, writes a checkpoint (5)" in output
+    assert json.loads((tmp_path / "out" / "schedule.json").read_text()) == json.loads(path.read_text())
 
 
 @pytest.mark.timeout(400)

@@ -17,7 +17,7 @@ import pytest
 import paceline
 from paceline.checkpoint_files import iteration_of
 from paceline.engines.requests import guard_of, is_under_way, launcher_of
-from tests.distributed.harness import AGENTS_GRACE_S, PACELINE, Command, is_training, pids, wait_until
+from tests.distributed.harness import AGENTS_GRACE_S, PACELINE, Command, events, is_training, pids, wait_until
 from tests.distributed.local import Listener
 from tests.distributed.test_elastic import SCRIPT, require_each_sample_once, require_same_model, undisturbed
 
@@ -100,8 +100,11 @@ def test_a_run_outlives_its_launcher_and_then_its_guard(start, tmp_path: Path) -
     os.kill(guard, signal.SIGKILL)
     told = attached.wait()
     assert attached.status == 0, told
-    assert "the launcher was killed; another one goes on from iteration" in told
+    assert "the launcher was killed; another one goes on: resumed by the guard from iteration" in told
     assert told.rstrip().endswith(f"{out}: ended")
+    _, lost, resumed, _ = (event for event in events(out) if event["name"] in ("launcher_lost", "resumed", "started"))
+    assert (lost["details"]["process"], lost["details"]["why"]) == (killed, "SIGKILL")
+    assert resumed["details"]["why"].startswith("resumed by the guard from iteration ")
     evaluations = (out / "evaluations.jsonl").read_text().splitlines()
     assert json.loads(evaluations[-1])["samples"] == 4 * 96
     require_same_model(out, undisturbed(workers=2, epochs=4))

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 SCRIPT = str(SCRIPTS / "survivors.py")
+DEMO = SCRIPTS.parents[2] / "paceline" / "demo_script.py"
 SAMPLES = 200
 DEADLINE_S = 3.0
 
@@ -155,6 +156,27 @@ def nobody_goes_on_alone_on_the_other_side(network: Network, address: str, direc
     assert "0 workers are left" in output + errors
 
 
+def chaos_strikes_links_and_nodes(network: Network, address: str, directory: Path) -> None:
+    """Links that fail for a moment, that carry little, and that fail for longer than the deadline; connections that are
+    cut; and a Ray node."""
+    directory.mkdir()
+    links = [strike(1, 6, "flicker"), strike(2, 12, "slow"), strike(1, 20, "cut"), strike(2, 30, "part")]
+    runs = [{"strikes": some, "replacements": 0} for some in (links, [strike(2, 12, "node")])]
+    (directory / "given.json").write_text(json.dumps({"runs": runs}))
+    settings = ["--workers", "3", "--max-steps", "60", "--address", address]
+    files = ["--schedule", str(directory / "given.json"), "--out", str(directory / "out")]
+    process = network.start(network.hosts[0], [PACELINE, "chaos", str(DEMO), *settings, *files])
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, output + errors
+    assert "2 deaths in 2 runs, 0 wrong" in output
+    for kind in ("flicker", "slow", "cut", "part", "node"):
+        assert f"{kind} worker-" in output
+
+
+def strike(rank: int, number: int, kind: str) -> dict[str, object]:
+    return {"who": f"worker-{rank}", "place": "gives its part", "number": number, "kind": kind}
+
+
 def workers_and_hosts_die_and_are_cut_off(network: Network, address: str, directory: Path) -> None:
     """A worker in mid-step, beside others on its host; a host with all that runs there; and a host that is cut off."""
     process, out = start(network, address, directory, "--fail", "3:4:kill", workers=6, step_s=0.05)
@@ -187,4 +209,5 @@ def test_workers_join_and_none_is_left_alone(four_hosts: Network, tmp_path: Path
     address = four_hosts.start_ray(3)
     workers_join_on_a_host_that_comes(four_hosts, address, tmp_path / "joins")
     workers_join_and_die_in_rounds(four_hosts, address, tmp_path / "rounds")
+    chaos_strikes_links_and_nodes(four_hosts, address, tmp_path / "chaos")
     nobody_goes_on_alone_on_the_other_side(four_hosts, address, tmp_path / "alone")

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline.elastic import Elastic
 from paceline.engines.ray.control import ControlLine
 from paceline.engines.ray.controller import Controller
+from paceline.engines.ray.survival import Survival
+from paceline.engines.striking import connections
+from paceline.membership import Membership
+from paceline.records import EventRecord, read_records
 
 LEASE_S = 1.5
 OTHERS_S = 2.0  # a machine that is busy
@@ -44,4 +49,64 @@ def test_a_worker_ends_when_the_launcher_is_silent_and_not_while_it_waits_for_a_
     assert ended.wait(10)
     assert LEASE_S / 2 < time.monotonic() - began_s < LEASE_S + OTHERS_S
     line.close()
+    controller.close()
+
+
+@pytest.mark.skipif(bool(connections.lack()), reason=connections.lack())
+def test_a_line_that_breaks_loses_no_record_no_file_and_no_goodbye(tmp_path: Path) -> None:
+    """Each arrives once, whenever the connection is cut."""
+    controller = Controller(tmp_path, host="127.0.0.1", epoch=1, on_output=lambda who, line: None)
+    line = ControlLine(controller.address, identity="worker-1", progress=lambda: 1, on_abort=lambda reason: None)
+    port = int(controller.address.endpoint.rsplit(":", 1)[1])
+    stops = threading.Event()
+
+    def cut() -> None:
+        while not stops.wait(0.05):
+            connections.cut([ends for ends in connections.own_connections() if port in (ends[0][1], ends[1][1])])
+
+    def speak() -> None:
+        for number in range(8):
+            line.emit(EventRecord("number", "worker-1", number, 0.0, {}))
+            line.save("checkpoint.pt", bytes(2_000_000))
+        line.close()
+
+    threads = [threading.Thread(target=run) for run in (cut, speak)]
+    for thread in threads:
+        thread.start()
+    until_s = time.monotonic() + 60
+    while threads[1].is_alive() and time.monotonic() < until_s:
+        controller.turn(timeout_s=0.05)
+    stops.set()
+    threads[0].join()
+    assert "worker-1" in controller.gone
+    controller.close()
+    numbers = [event.iteration for event in read_records(tmp_path, EventRecord) if event.name == "number"]
+    assert numbers == list(range(8))
+    assert (tmp_path / "checkpoint.pt").stat().st_size == 2_000_000
+
+
+def test_who_starts_on_another_host_has_a_lease_and_is_given_up_when_it_is_over(tmp_path: Path) -> None:
+    """Those who train are given up after a deadline of silence, a third of that."""
+    controller = Controller(tmp_path, host="127.0.0.1", epoch=1, on_output=lambda who, line: None)
+    controller.progress.phase = "training"
+    survival = Survival(
+        Elastic(at_least=1, at_most=4, deadline_s=3.0),
+        controller,
+        membership=Membership.first(2),
+        deadline_s=60.0,
+        pids={"worker-0": 1, "worker-1": 2},
+        elsewhere={"worker-1"},
+        say=lambda line: None,
+    )
+    survival.add("worker-2", 3, is_here=False)
+    for silent_s, expelled in ((5.0, set()), (10.0, {"worker-2"})):
+        controller.heard_s = {"worker-1": time.monotonic(), "worker-2": time.monotonic() - silent_s}
+        survival._heard_s.clear()
+        survival.end_silent()
+        assert controller.leases == {"worker-1": 9.0, "worker-2": 9.0}
+        assert controller.expelled == expelled
+    assert survival.why("worker-2").startswith("it was silent for 10.")
+    survival.end("worker-2")
+    survival.end_silent()
+    assert controller.leases["worker-2"] is None
     controller.close()

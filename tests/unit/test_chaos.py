@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 
@@ -13,16 +14,17 @@ import pytest
 import torch
 
 from paceline.engines import striking
-from paceline.engines.scripting import Script
-from paceline.engines.striking import SERVER_PLACES, Strike
+from paceline.engines.scripting import Script, is_lack_of_memory
+from paceline.engines.striking import KINDS, SERVER_PLACES, Strike, acts, connections, hosts
 from paceline.errors import RunFailed, UsageError
-from paceline.running.chaos import Campaign, Schedule, campaign, judging, launcher, schedule
+from paceline.running.chaos import Campaign, Schedule, drawing, judging, launcher, runs, schedule
 from paceline.running.chaos.program import OFTEN, PLACES
 from paceline.strategies import build
 from paceline.training.snapshot import as_model_file
 
 CALLS = {f"worker-{rank}": dict.fromkeys(OFTEN, 20) for rank in range(3)}
 SCRIPT = Script("train.py", "", (), "/tmp", ())
+WITHOUT_LACKS = {name: replace(kind, lacks=lambda: "") for name, kind in KINDS.items()}
 SERVERS = {f"server-{index}": dict.fromkeys(SERVER_PLACES, 20) for index in range(3)}
 
 
@@ -32,24 +34,28 @@ def test_places_are_there() -> None:
 
 
 def test_silence_tells_pauses_from_what_is_deadly() -> None:
-    assert 5 * striking.PAUSED_S <= campaign.SILENT_S < striking.HELD_S / 2
+    assert 5 * acts.PAUSED_S <= runs.SILENT_S < acts.HELD_S / 2
+    assert 5 * hosts.FLICKER_S <= runs.SILENT_S <= hosts.PARTED_S / 2
 
 
 def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(striking, "can_cut", lambda: True)
-    drawn = [schedule.of_workers(Random(seed), CALLS, most=2) for seed in range(100)]
-    assert drawn == [schedule.of_workers(Random(seed), CALLS, most=2) for seed in range(100)]
+    monkeypatch.setattr("paceline.running.chaos.drawing.KINDS", WITHOUT_LACKS)
+    drawn = [drawing.of_workers(Random(seed), CALLS, most=2) for seed in range(100)]
+    assert drawn == [drawing.of_workers(Random(seed), CALLS, most=2) for seed in range(100)]
     for scene in drawn:
         assert 1 <= len({strike.who for strike in scene.strikes if strike.is_deadly} & CALLS.keys()) <= 2
     strikes = [strike for scene in drawn for strike in scene.strikes]
     assert {strike.place for strike in strikes} == set(PLACES)
-    assert {strike.kind for strike in strikes} == {"kill", "segfault", "stop", "hold", "pause", "cut"}
-    servers = [schedule.of_servers(Random(seed), SERVERS, most=1) for seed in range(50)]
+    assert {strike.kind for strike in strikes} == {"kill", "segfault", "stop", "hold", "memory", "pause", "cut"}
+    servers = [drawing.of_servers(Random(seed), SERVERS, most=1) for seed in range(50)]
     assert all(sum(strike.is_deadly for strike in scene.strikes) == 1 for scene in servers)
     assert {strike.kind for scene in servers for strike in scene.strikes} == {"kill", "segfault", "pause", "cut"}
-    launchers = [strike for seed in range(100) for strike in schedule.of_launcher(Random(seed)).strikes]
+    launchers = [strike for seed in range(100) for strike in drawing.of_launcher(Random(seed)).strikes]
     assert {strike.place for strike in launchers} == set(launcher.PLACES)
     assert {strike.kind for strike in launchers} == {"kill", "full"}
+    of_hosts = [strike for seed in range(50) for strike in drawing.of_host(Random(seed), CALLS, ["worker-2"]).strikes]
+    assert {strike.who for strike in of_hosts} == {"worker-2"}
+    assert {strike.kind for strike in of_hosts} == {"part", "flicker", "slow", "node"}
     often = [each for each in strikes if each.place in OFTEN] + [each for scene in servers for each in scene.strikes]
     assert {each.number for each in often} == set(range(3, 17))  # of 20 calls
     path = tmp_path / "schedule.json"
@@ -88,20 +94,20 @@ def test_a_schedule_that_could_strike_nobody_is_refused(tmp_path: Path, changed:
 def test_a_schedule_that_struck_nobody_is_no_success(tmp_path: Path, monkeypatch) -> None:
     """Runs are files here: one undisturbed, and one that ended before its strike."""
     scene = schedule.Scene((Strike("worker-0", "has the result", 99, "kill"),))
-    monkeypatch.setattr(Campaign, "_run", lambda self, name, scene: run(self.out / name, steps={1: [0]}))
+    monkeypatch.setattr(runs.Runs, "make", lambda self, name, scene: run(self.out / name, steps={1: [0]}))
     monkeypatch.setattr("paceline.running.chaos.campaign.connected", lambda *_, **__: contextlib.nullcontext())
     made = Campaign(script=SCRIPT, strategy=build("all-reduce", {}), workers=2, out=tmp_path / "out")
     made.out.mkdir()
-    runs = made.runs(kills=1, given=Schedule((scene,)))
-    assert next(runs).met == ()
+    struck = made.runs(kills=1, given=Schedule((scene,)))
+    assert next(struck).met == ()
     with pytest.raises(RunFailed, match="no run came to where the schedule strikes"):
-        next(runs)
+        next(struck)
 
 
 def run(folder: Path, *, steps: dict[int, list[int]], weight: float = 1.0, lost: tuple[str, ...] = ()) -> Path:
     """The files of a run of two workers."""
-    (folder / "committed").mkdir(parents=True)
-    (folder / "out").mkdir()
+    for each in ("committed", "networks", "out"):
+        (folder / each).mkdir(parents=True)
     for rank in range(2):
         lines = [json.dumps([number, samples]) + "\n" for number, samples in steps.items()]
         (folder / "committed" / f"worker-{rank}").write_text("".join(lines) + "[5, [1")
@@ -109,6 +115,33 @@ def run(folder: Path, *, steps: dict[int, list[int]], weight: float = 1.0, lost:
     events = [{"name": "lost", "who": who, "iteration": 1, "time_s": 0.0, "details": {}} for who in ("worker-0", *lost)]
     (folder / "out" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
+
+
+def test_all_on_a_host_are_lost_with_it(tmp_path: Path) -> None:
+    """Nobody of the launcher's is struck there."""
+    whole = run(tmp_path / "whole", steps={1: [0]}, lost=("worker-2",))
+    for who, network in (("launcher", "1"), ("worker-0", "2"), ("worker-1", "1"), ("worker-2", "2")):
+        (whole / "networks" / who).write_text(network)
+    assert judging.on_other_hosts(whole) == ["worker-0", "worker-2"]
+    assert judging.losses(whole, [Strike("worker-2", "x", 1, "node")]) == []
+    assert judging.losses(whole, [Strike("worker-2", "x", 1, "kill")]) == ["worker-0 was lost, and not struck"]
+    given = Schedule((schedule.Scene((Strike("worker-2", "has the result", 1, "part"),)),))
+    schedule.require_hosts(given, ["worker-2"])
+    with pytest.raises(UsageError, match="hosts are struck where those of the run"):
+        schedule.require_hosts(given, [])
+
+
+def test_memory_runs_out_for_real(tmp_path: Path) -> None:
+    """In a process of its own, which the limit is for."""
+    child = os.fork()
+    if not child:
+        try:
+            KINDS["memory"].do(tmp_path)
+        except MemoryError as error:
+            os._exit(5 if is_lack_of_memory(error) else 1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
 
 
 def test_losses_are_found(tmp_path: Path) -> None:
@@ -136,7 +169,7 @@ def test_losses_are_found(tmp_path: Path) -> None:
 def test_a_launcher_whose_death_or_full_disk_nobody_tells(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     said = tmp_path / "out" / "output.txt"
-    said.write_text("the launcher was killed; another one goes on from iteration 6\n")
+    said.write_text("the launcher was killed; another one goes on: resumed\n")
     strikes = [Strike("launcher", launcher.WRITES, 4, "full"), Strike("launcher", launcher.WRITES, 5, "kill")]
     assert judging.launcher(tmp_path, strikes) == ["nothing says 'what was there before is intact'"]
     said.write_text("cannot write checkpoint.pt: File too large; what was there before is intact\n")
@@ -146,7 +179,7 @@ def test_a_launcher_whose_death_or_full_disk_nobody_tells(tmp_path: Path) -> Non
 def test_no_file_grows_on_a_full_disk(tmp_path: Path, monkeypatch) -> None:
     """What is as large as the largest file of the result directory cannot be written, while it is full."""
     folder, out = tmp_path, tmp_path / "out"
-    for each in ("calls", "struck", "out"):
+    for each in ("calls", "struck", "networks", "out"):
         (folder / each).mkdir()
     (out / "checkpoint.pt").write_bytes(bytes(100_000))
     strike = Strike("launcher", "place", 2, "full")
@@ -180,14 +213,14 @@ def test_gradients_that_count_otherwise_are_found(tmp_path: Path) -> None:
     assert judging.gradients(struck, whole, dead) == [told]
 
 
-@pytest.mark.skipif(not striking.can_cut(), reason="takes CAP_NET_ADMIN and ss")
-def test_a_connection_is_cut_and_no_other(monkeypatch) -> None:
+@pytest.mark.skipif(bool(connections.lack()), reason=connections.lack())
+def test_a_connection_is_cut_and_no_other(tmp_path: Path, monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         cut, other = (socket.create_connection(listener.getsockname()) for _ in range(2))
         with cut, other:
-            assert (cut.getsockname(), cut.getpeername()) in striking.own_connections()
-            monkeypatch.setattr(striking, "own_connections", lambda: [(cut.getsockname(), cut.getpeername())])
-            striking._strike("cut")
+            assert (cut.getsockname(), cut.getpeername()) in connections.own_connections()
+            monkeypatch.setattr(connections, "own_connections", lambda: [(cut.getsockname(), cut.getpeername())])
+            KINDS["cut"].do(tmp_path)
             assert other.send(b".") == 1
             with pytest.raises(ConnectionError):
                 cut.send(b".")

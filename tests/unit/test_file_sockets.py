@@ -81,8 +81,9 @@ def test_a_piece_of_another_length_is_refused(content: bytes) -> None:
     listener = Listener(keys, host="127.0.0.1")
 
     def answer() -> None:
-        identity, *_ = listener.socket.recv_multipart()
-        listener.send(identity, Message(Kind.PIECE, EPOCH, clock=0, payload=[content] if content else []))
+        asked = listener.receive()
+        assert asked is not None
+        listener.send(asked[0], Message(Kind.PIECE, EPOCH, clock=0, payload=[content] if content else []))
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -104,7 +105,7 @@ def test_what_is_no_question_is_left_unanswered() -> None:
     caller.socket.send_multipart([b"nothing", b"{"])
     caller.send(Message(Kind.PIECE, EPOCH, clock=3))
     assert caller.socket.poll(5000)
-    answer = Message.decode(caller.socket.recv_multipart(), epoch=EPOCH)
+    answer = Message.decode(caller.receive() or [], epoch=EPOCH)
     assert (answer.clock, bytes(answer.payload[0])) == (3, b"tent")
     assert not caller.socket.poll(100)
     offered.withdraw()

@@ -9,7 +9,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -187,16 +186,6 @@ class Net:
             for server in chain.servers:
                 self.put("launcher", f"s{server}", chain.key_range, to_body(chain))
 
-    def break_one(self) -> None:
-        """A connection between two copies: the first messages of each way are lost, and later ones come."""
-        chain = self.random.choice([chain for chain in self.chains.chains if len(chain.servers) > 1])
-        source, target = self.random.choice(list(pairwise(chain.servers)))
-        for way in ((source, target), (target, source)):
-            queue = self.ways.get((f"s{way[0]}", f"s{way[1]}", chain.key_range), deque[Any]())
-            for _ in range(self.random.randint(0, len(queue))):
-                queue.popleft()
-        self.do(source, chain.key_range, self.copies[source, chain.key_range][1].send_again())
-
     def hear_of(self, target: str, item: Any) -> None:
         number = int(target[1:])
         chain = from_body(item)
@@ -212,12 +201,11 @@ class Net:
             for worker in range(len(self.clients)):
                 self.put("launcher", f"w{worker}", chain.key_range, item)
 
-    def train(self, num_steps: int, *, is_exact: bool, breaks: float = 0.0) -> None:
+    def train(self, num_steps: int, *, is_exact: bool) -> None:
         """Each worker pushes so many times, whenever it may, and leaves.
 
         Args:
             is_exact: every gradient is a power of two of its own; else it depends on the parameters.
-            breaks: how often a connection breaks, as a share of all messages.
         """
         steps, is_asking = [0] * len(self.clients), [False] * len(self.clients)
 
@@ -247,8 +235,6 @@ class Net:
         go_on()
         while self.deliver_one():
             go_on()
-            if self.random.random() < breaks:
-                self.break_one()
         assert steps == [GONE] * len(steps), f"{steps}: {[client.due for client in self.clients]}"
 
     def heads_parameters(self) -> list[list[Tensor]]:
@@ -294,22 +280,20 @@ def undisturbed() -> list[list[Tensor]]:
     return net.heads_parameters()
 
 
-def assert_bsp_is_undisturbed(
-    hosts: str, deaths: Sequence[Death], seed: int, *, replicas: int, breaks: float = 0.0
-) -> None:
+def assert_bsp_is_undisturbed(hosts: str, deaths: Sequence[Death], seed: int, *, replicas: int) -> None:
     net = make_net("bsp", hosts=hosts, deaths=deaths, seed=seed, spec=ADAM, replicas=replicas)
-    net.train(NUM_STEPS, is_exact=False, breaks=breaks)
+    net.train(NUM_STEPS, is_exact=False)
     for own, expected in zip(net.heads_parameters(), undisturbed(), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
     net.assert_copies_are_equal()
 
 
 def assert_each_gradient_counts_once(
-    rule: str, hosts: str, deaths: Sequence[Death], seed: int, *, replicas: int, breaks: float = 0.0
+    rule: str, hosts: str, deaths: Sequence[Death], seed: int, *, replicas: int
 ) -> None:
     """Each is a power of two of its own, so that their sum tells how often each is part of it."""
     net = make_net(rule, hosts=hosts, deaths=deaths, seed=seed, spec=PLAIN, replicas=replicas)
-    net.train(NUM_STEPS, is_exact=True, breaks=breaks)
+    net.train(NUM_STEPS, is_exact=True)
     values = torch.cat([parameter.double() for parameters in net.heads_parameters() for parameter in parameters])
     assert values[values != 0].tolist() == [1.0 - 2.0 ** (3 * NUM_STEPS)] * NUM_ELEMENTS  # and 0 where nothing lies
     for chain in net.chains.chains:
@@ -354,15 +338,6 @@ def test_a_death_after_any_message(hosts: str, victim: int) -> None:
 @given(rule=st.sampled_from(["asp", "ssp"]), deaths=TWO_DEATHS, hosts=PLACES, seed=SEEDS)
 def test_two_replicas_count_every_gradient_once(rule: str, deaths: list[Death], hosts: str, seed: int) -> None:
     assert_each_gradient_counts_once(rule, hosts, deaths, seed, replicas=2)
-
-
-@QUICK
-@given(rule=st.sampled_from(["bsp", "asp"]), deaths=st.lists(DEATHS, max_size=1), hosts=PLACES, seed=SEEDS)
-def test_what_a_broken_connection_loses_comes_again(rule: str, deaths: list[Death], hosts: str, seed: int) -> None:
-    if rule == "bsp":
-        assert_bsp_is_undisturbed(hosts, deaths, seed, replicas=2, breaks=0.2)
-    else:
-        assert_each_gradient_counts_once(rule, hosts, deaths, seed, replicas=2, breaks=0.2)
 
 
 def test_a_state_that_was_loaded_outlives_its_server() -> None:

@@ -33,8 +33,9 @@ def endpoint() -> Iterator[str]:
     def serve() -> None:
         while not is_over.is_set():
             if listener.socket.poll(10, zmq.POLLIN):
-                identity, *frames = listener.socket.recv_multipart(copy=False)
-                listener.send(identity.bytes, keeper.answer(Message.decode(frames, epoch=EPOCH)))
+                asked = listener.receive()
+                if asked is not None:
+                    listener.send(asked[0], keeper.answer(Message.decode(asked[1], epoch=EPOCH)))
 
     thread = threading.Thread(target=serve)
     thread.start()

@@ -18,6 +18,7 @@ from paceline.comm.servers.payload import ReceivedPayload
 from paceline.comm.servers.service import ParameterService
 from paceline.comm.servers.sockets import WAKE_S, ServerAddress, SocketCarrier, connect_servers
 from paceline.comm.wire import Keys
+from paceline.engines.striking import connections
 from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost
 from paceline.layout import Layout, TensorSpec, by_group
 from paceline.membership import Membership
@@ -139,6 +140,26 @@ def test_every_piece_is_sent_in_its_turn(pushed: list[int]) -> None:
         for clock in range(3):
             assert group.exchange(Push(pause_at=FOREVER)).iteration == clock + 1
             assert len(pushed) == (clock + 1) * NUM_PIECES
+
+
+@pytest.mark.skipif(bool(connections.lack()), reason=connections.lack())
+@pytest.mark.parametrize(
+    "rule", [BulkSynchronous(Membership.first(1)), StaleSynchronous(Membership.first(1), staleness=FOREVER)]
+)
+def test_each_piece_counts_once_though_connections_break(pushed: list[int], rule: AdmissionRule) -> None:
+    """Wherever messages are at that time, in either direction."""
+    with group_of_one(rule, is_beside_another=True) as group:
+        port = int(group._carrier._links[0].caller._endpoint.rsplit(":", 1)[1])  # type: ignore[attr-defined]
+        for clock in range(6):
+            cutting = threading.Timer(0.0005 * clock, cut, [port])
+            cutting.start()
+            assert group.exchange(Push(pause_at=FOREVER)).iteration == clock + 1
+            cutting.join()
+        assert len(pushed) == 6 * NUM_PIECES
+
+
+def cut(port: int) -> None:
+    connections.cut([ends for ends in connections.own_connections() if port in (ends[0][1], ends[1][1])])
 
 
 def test_a_server_sends_no_more_than_a_few_answers_before_they_have_come(

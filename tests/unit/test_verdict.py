@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 
 from paceline.engines.blame import Statement, judge
 from paceline.engines.scripting import outcome_of
@@ -44,6 +47,18 @@ def test_cause_comes_before_its_consequences() -> None:
     error = verdict(*consequences, worker(2, 2, OSError("no file")))
     assert str(error).splitlines()[0] == "worker 2 (process 102) failed after step 2: OSError: no file"
     assert "rank 2 is lost" not in str(error)
+
+
+@pytest.mark.parametrize("ask", [lambda: bytearray(1 << 62), lambda: torch.empty(1 << 60)])
+def test_memory_that_runs_out_names_whose(ask: Callable[[], object]) -> None:
+    """As Python says it, and as torch does."""
+    with pytest.raises((MemoryError, RuntimeError)) as raised:
+        ask()
+    text = str(verdict(worker(0, 3, PeerLost("rank 1 is lost")), worker(1, 3, raised.value)))
+    assert text.startswith("worker 1 (process 101) failed after step 3: it has run out of memory; use smaller batches")
+    assert not outcome_of(RuntimeError("memory format"), num_steps=0).is_memory
+    dead = judge([worker(1, 3, is_dead=True)], is_training=True, is_synchronous=True, besides=", and the kernel")
+    assert str(dead).endswith("or shortly after, and the kernel")
 
 
 def test_what_all_say_alike_is_nobodys_in_particular() -> None:

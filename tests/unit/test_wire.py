@@ -6,6 +6,7 @@ import json
 import pickle
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.comm.wire import Caller, Keys, Listener
+from paceline.engines.striking import connections
 from paceline.messages import FRAME_BYTES, Kind, Message, WireError, as_bytes, from_frames, to_frames
 from tests.threads import running
 
@@ -227,25 +229,31 @@ def calling(keys: Keys, listener: Listener, name: str = "worker-0") -> Iterator[
         yield caller
 
 
-def receive(socket: zmq.Socket[Any], *, within_s: float = WITHIN_S) -> list[zmq.Frame] | None:
-    return socket.recv_multipart(copy=False) if socket.poll(int(within_s * 1000)) else None
+def receive(end: Listener | Caller, *, within_s: float = WITHIN_S) -> Any:
+    """What its own `receive` gives, once there is a message."""
+    until_s = time.monotonic() + within_s
+    while True:
+        has_come = end.socket.poll(int(min(0.1, within_s) * 1000))
+        received = end.receive() if has_come or isinstance(end, Caller) else None
+        if received is not None or (not has_come and time.monotonic() >= until_s):
+            return received
 
 
 def exchange(listener: Listener, caller: Caller, text: str = "hello") -> None:
     """A question and its answer, with tensors."""
     sent = torch.arange(300_000, dtype=torch.float32)
     caller.send(Message(Kind.PULL, 1, sender=3, body={"text": text}, payload=to_frames([sent])))
-    arrived = receive(listener.socket)
+    arrived = receive(listener)
     assert arrived is not None, "the question did not arrive"
-    identity = arrived[0].bytes
+    identity, frames_of_question = arrived
     assert identity == caller.socket.identity
-    question = Message.decode(arrived[1:], epoch=1)
+    question = Message.decode(frames_of_question, epoch=1)
     assert (question.kind, question.sender, question.body) == (Kind.PULL, 3, {"text": text})
     received = torch.zeros_like(sent)
     from_frames(question.payload, [received])
     assert torch.equal(received, sent)
     listener.send(identity, Message(Kind.ANSWER, 1, payload=to_frames([received])))
-    answer = receive(caller.socket)
+    answer = receive(caller)
     assert answer is not None, "the answer did not arrive"
     from_frames(Message.decode(answer, epoch=1).payload, [received.zero_()])
     assert torch.equal(received, sent)
@@ -264,7 +272,7 @@ def test_two_listeners_in_a_process(keys: Keys) -> None:
         with calling(keys, first) as one, calling(keys, second) as other:
             exchange(first, one)
             exchange(second, other)
-            assert receive(strange.socket, within_s=0) is None
+            assert receive(strange, within_s=0) is None
         first.close()
         with calling(keys, second, "again") as caller:
             exchange(second, caller)
@@ -300,10 +308,10 @@ def test_a_stranger_gets_nothing_in_or_out(keys: Keys, stranger: str) -> None:
         strange_socket(context, listener.endpoint, server, client=client) as dealer,
     ):
         dealer.send_multipart([bytes(part) for part in Message(Kind.ABORT, 1).encode()])
-        assert receive(listener.socket, within_s=SILENCE_S) is None
+        assert receive(listener, within_s=SILENCE_S) is None
         exchange(listener, friend)
-        assert receive(listener.socket, within_s=0) is None
-        assert receive(dealer, within_s=0) is None
+        assert receive(listener, within_s=0) is None
+        assert not dealer.poll(0)
 
 
 GARBAGE = {
@@ -326,7 +334,7 @@ def test_garbage_at_the_port_disturbs_nobody(keys: Keys, name: str) -> None:
         try:
             for intruder in intruders:
                 intruder.sendall(GARBAGE[name])
-            assert receive(listener.socket, within_s=SILENCE_S / 3) is None
+            assert receive(listener, within_s=SILENCE_S / 3) is None
             exchange(listener, friend)
             with calling(keys, listener, "late") as late:
                 exchange(listener, late)
@@ -341,8 +349,45 @@ def test_a_second_caller_of_a_name_does_not_take_the_firsts_place(keys: Keys) ->
         exchange(listener, first)
         with calling(keys, listener, "a") as second:
             second.send(Message(Kind.PULL, 1))
-            assert receive(listener.socket, within_s=SILENCE_S) is None
+            assert receive(listener, within_s=SILENCE_S) is None
             exchange(listener, first)
+
+
+@pytest.mark.skipif(bool(connections.lack()), reason=connections.lack())
+def test_what_a_broken_connection_loses_comes_again(keys: Keys) -> None:
+    """The connection is cut again and again while both ends send; each message comes once, and in order."""
+    num_messages, payload = 30, [bytes(200_000)]
+    with listening(keys) as listener, calling(keys, listener) as caller:
+        exchange(listener, caller)
+        num_sent = 0
+        asked: list[int] = []
+        answered: list[int] = []
+        until_s = time.monotonic() + WITHIN_S
+        while len(answered) < num_messages and time.monotonic() < until_s:
+            if num_sent == len(answered):
+                for _ in range(6):
+                    caller.send(Message(Kind.PULL, 1, clock=num_sent, payload=payload))
+                    num_sent += 1
+                time.sleep(0.001 * (num_sent % 5))
+                cut(listener)
+            if (arrived := receive(listener, within_s=0)) is not None:
+                asked.append(Message.decode(arrived[1], epoch=1).clock)
+                listener.send(arrived[0], Message(Kind.ANSWER, 1, clock=asked[-1], payload=payload))
+            if (answer := receive(caller, within_s=0)) is not None:
+                answered.append(Message.decode(answer, epoch=1).clock)
+        assert asked == answered == list(range(num_messages))
+        caller.send(Message(Kind.GOODBYE, 1))
+        cut(listener)
+        goodbye = threading.Thread(target=caller.settle, kwargs={"within_s": WITHIN_S})
+        goodbye.start()
+        assert receive(listener) is not None
+        while goodbye.is_alive():  # it wants word that the message is there
+            receive(listener, within_s=0)
+
+
+def cut(listener: Listener) -> None:
+    port = int(listener.endpoint.rsplit(":", 1)[1])
+    connections.cut([ends for ends in connections.own_connections() if port in (ends[0][1], ends[1][1])])
 
 
 def test_keys_differ_and_secrets_are_not_shown() -> None:
@@ -368,9 +413,9 @@ def test_what_was_sent_leaves_before_a_lingering_close(keys: Keys) -> None:
         caller = Caller(keys, endpoint=listener.endpoint, identity="a")
         caller.send(Message(Kind.RECORDS, 1, body={"last": True}))
         caller.close(linger_s=WITHIN_S)
-        arrived = receive(listener.socket)
+        arrived = receive(listener)
         assert arrived is not None
-        assert Message.decode(arrived[1:], epoch=1).body == {"last": True}
+        assert Message.decode(arrived[1], epoch=1).body == {"last": True}
 
 
 def test_a_listener_that_cannot_listen_leaves_no_thread(keys: Keys) -> None:

@@ -7,15 +7,13 @@ from typing import NamedTuple, final
 import zmq
 
 from paceline.comm.wire import Caller, Keys
-from paceline.messages import Message
+from paceline.messages import Message, Raw
 
 
 class _Way(NamedTuple):
     to: int
     """A server."""
     caller: Caller
-    broken: zmq.Socket[bytes]
-    """Says when its connection is broken. ZeroMQ makes another one, and what was on its way is lost."""
 
 
 @final
@@ -24,7 +22,7 @@ class NextCopies:
 
     Args:
         server: which one of the group this is.
-        poller: told of their sockets, and of what says that they are broken.
+        poller: told of their sockets.
     """
 
     def __init__(self, keys: Keys, *, server: int, poller: zmq.Poller) -> None:
@@ -39,20 +37,16 @@ class NextCopies:
             self._close(key_range)
             identity = identity_of_server(self._server, key_range).decode()
             caller = Caller(self._keys, endpoint=self.endpoints[to], identity=identity)
-            way = _Way(to, caller, caller.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
-            for socket in (way.caller.socket, way.broken):
+            for socket in caller.sockets:
                 self._poller.register(socket, zmq.POLLIN)
-            self._ways[key_range] = way
+            self._ways[key_range] = _Way(to, caller)
         self._ways[key_range].caller.send(message)
 
-    def about(self, socket: zmq.Socket[bytes]) -> tuple[int, int, bool]:
-        """The key range that this socket is for, the server at its other end, and whether it says that the connection
-        is broken."""
-        return next(
-            (key_range, way.to, socket is way.broken)
-            for key_range, way in self._ways.items()
-            if socket in (way.caller.socket, way.broken)
-        )
+    def receive(self, socket: zmq.Socket[bytes]) -> tuple[int, int, list[Raw] | None]:
+        """The key range that this socket is for, the server at its other end, and what has come of it, if that is a
+        message."""
+        key_range, way = next(each for each in self._ways.items() if socket in each[1].caller.sockets)
+        return key_range, way.to, way.caller.receive()
 
     def close(self) -> None:
         for key_range in list(self._ways):
@@ -61,10 +55,8 @@ class NextCopies:
     def _close(self, key_range: int) -> None:
         if key_range in self._ways:
             way = self._ways.pop(key_range)
-            for socket in (way.caller.socket, way.broken):
+            for socket in way.caller.sockets:
                 self._poller.unregister(socket)
-            way.caller.socket.disable_monitor()
-            way.broken.close(linger=0)
             way.caller.close()
 
 

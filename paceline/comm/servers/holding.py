@@ -101,11 +101,6 @@ class Holding:
         if self._replication is not None:
             self._do(self._replication.reform(chain))
 
-    def send_again(self) -> None:
-        """The connection to the next copy was broken."""
-        if self._replication is not None:
-            self._do(self._replication.send_again())
-
     def handle_copy(self, server: int, frames: Sequence[Raw]) -> None:
         """Another copy says something. Raises WireError if it is nothing that the next or the last one would."""
         message = Message.decode(frames, epoch=None)  # epochs are for the chain to judge

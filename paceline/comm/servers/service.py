@@ -163,8 +163,10 @@ class ParameterService:
                     holding.handle(identity, frames)
 
     def _handle_socket(self) -> None:
-        frame, *frames = self._listener.socket.recv_multipart(copy=False)
-        identity = frame.bytes
+        asked = self._listener.receive()
+        if asked is None:
+            return
+        identity, frames = asked
         if identity in self._copies_before:
             copy, server = self._copies_before[identity]
             copy.handle_copy(server, frames)
@@ -175,11 +177,8 @@ class ParameterService:
         holding.handle(identity, frames)
 
     def _handle_next_copy(self, socket: zmq.Socket[bytes]) -> None:
-        key_range, server, is_broken = self._next_copies.about(socket)
-        frames = socket.recv_multipart(copy=False)
-        if is_broken:
-            self._copies[key_range].send_again()
-        else:
+        key_range, server, frames = self._next_copies.receive(socket)
+        if frames is not None:
             self._copies[key_range].handle_copy(server, frames)
 
     def _reform(self, chain: Chain) -> None:

@@ -148,7 +148,7 @@ class SocketCarrier(Carrier):
         ]
         self._poller = zmq.Poller()
         for link in self._links:
-            self._poller.register(link.caller.socket, zmq.POLLIN)
+            self._register(link.caller)
         self._segments: list[SharedBlock] = []
         self._self_service: SelfService | None = None
         self._abort_reason: str | None = None
@@ -266,10 +266,11 @@ class SocketCarrier(Carrier):
             line = None if bell is None else WorkerLine(bell, yield_s=self._yield_s)
             identity = identity_of(self._rank, copy_of=index).decode()
             caller = Caller(self._keys, endpoint=move.address.endpoint, identity=identity)
-            self._poller.unregister(self._links[index].caller.socket)
+            for socket in self._links[index].caller.sockets:
+                self._poller.unregister(socket)
             self._links[index].close()
             self._links[index] = link = _Link(caller, line, move.epoch)
-            self._poller.register(caller.socket, zmq.POLLIN)
+            self._register(caller)
             self._send(self._client.moved(index, epoch=move.epoch, is_beside=line is not None, body=self._body(link)))
 
     def abort(self, reason: str) -> None:
@@ -309,12 +310,13 @@ class SocketCarrier(Carrier):
                 if frames is not None or not is_mixed:
                     return [] if frames is None else [(index, frames)]
                 wait_s = self._look_s
-        ready = {socket for socket, _ in self._poller.poll(int(wait_s * 1000))}
-        return [
-            (index, link.caller.socket.recv_multipart(copy=False))
-            for index, link in enumerate(self._links)
-            if link.caller.socket in ready
-        ]
+        self._poller.poll(int(wait_s * 1000))
+        received = ((index, link.caller.receive()) for index, link in enumerate(self._links))
+        return [(index, frames) for index, frames in received if frames is not None]
+
+    def _register(self, caller: Caller) -> None:
+        for socket in caller.sockets:
+            self._poller.register(socket, zmq.POLLIN)
 
     def _address_of(self, tensor: Tensor) -> tuple[int, ...]:
         segment = next(s for s in self._segments if s.tensor.data_ptr() == tensor.data_ptr())

@@ -150,7 +150,8 @@ class ControlLine(Reporter):
     def _speak(self) -> None:
         caller = Caller(self._launcher.keys, endpoint=self._launcher.endpoint, identity=self._identity)
         poller = zmq.Poller()
-        poller.register(caller.socket, zmq.POLLIN)
+        for each in caller.sockets:
+            poller.register(each, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         is_answered = False
         try:
@@ -161,8 +162,9 @@ class ControlLine(Reporter):
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 is_answered = False
-                if caller.socket in ready:
-                    message = Message.decode(caller.socket.recv_multipart(copy=False), epoch=self._launcher.epoch)
+                frames = caller.receive()
+                if frames is not None:
+                    message = Message.decode(frames, epoch=self._launcher.epoch)
                     self._hear(message)
                     # Another pulse would ask for another lease, and so on without a pause.
                     is_answered = message.kind is Kind.LEASE and self._wake not in ready
@@ -170,8 +172,9 @@ class ControlLine(Reporter):
                     self._on_lease_ended()
             self._send_all(caller)
             caller.send(Message(Kind.GOODBYE, self._launcher.epoch))
+            caller.settle(within_s=_LAST_WORDS_S)
         finally:
-            caller.close(linger_s=_LAST_WORDS_S)
+            caller.close()
 
     def _send_all(self, caller: Caller) -> None:
         epoch = self._launcher.epoch
@@ -184,7 +187,8 @@ class ControlLine(Reporter):
         while self._outbox:
             caller.send(self._outbox.popleft())
         standing = {"awaits_others": self._awaits_others(), "epoch": self._epoch(), "now_s": time.monotonic()}
-        caller.send(Message(Kind.PULSE, epoch, iteration=self._progress(), body=standing))
+        pulse = Message(Kind.PULSE, epoch, iteration=self._progress(), body=standing)
+        caller.send(pulse, keep=False)  # the next one says more
 
     def _send_records(self, caller: Caller) -> None:
         self._is_urgent = False  # before they are taken: one that comes meanwhile makes it so again

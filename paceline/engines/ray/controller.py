@@ -93,7 +93,9 @@ class Controller:
             timeout_ms = 0
             if self._listener.socket in ready:
                 has_heard = True
-                self._take(self._listener.socket.recv_multipart(copy=False))
+                heard = self._listener.receive()
+                if heard is not None:
+                    self._take(*heard)
             if self._files.fileno() in ready:
                 self._answer_written()
             # Members that say much must not keep the launcher from looking after those that died.
@@ -138,14 +140,14 @@ class Controller:
         self._guarded(self._writer.close)
         self._listener.close()
 
-    def _take(self, frames: Sequence[zmq.Frame]) -> None:
-        identity = frames[0].bytes.decode(errors="replace")
+    def _take(self, name: bytes, frames: Sequence[Raw]) -> None:
+        identity = name.decode(errors="replace")
         if identity in self.expelled:
             return
         try:
-            message = Message.decode(frames[1:], epoch=self._epoch)
+            message = Message.decode(frames, epoch=self._epoch)
             if message.kind is Kind.STORE:
-                self._listener.send(frames[0].bytes, self._store.answer(message))
+                self._listener.send(name, self._store.answer(message))
                 return
             self.num_steps.setdefault(identity, 0)
             if message.kind is Kind.PULSE:
@@ -155,7 +157,7 @@ class Controller:
                 self.standstill.hear(identity, num_steps=num_steps, awaits_others=awaits_others, now_s=now_s)
                 if identity in self.leases:
                     lease = {"length_s": self.leases[identity], "asked_s": message.body["now_s"]}
-                    self.tell(identity, Kind.LEASE, **lease)
+                    self._listener.send(name, Message(Kind.LEASE, self._epoch, body=lease), keep=False)
             elif message.kind is Kind.RECORDS:
                 steps = [step for frame in message.payload for step in unpack_steps(raw_bytes(frame))]
                 records = [*steps, *(from_plain(record) for record in message.body["records"])]
@@ -169,13 +171,13 @@ class Controller:
                 self._files.begin(identity, str(message.body.get("name")), message.payload)
             elif message.kind is Kind.RESULT:
                 self.words.append((message.kind, {**message.body, "payload": message.payload}))
-            elif message.kind in (Kind.REPORT, Kind.GIFT, Kind.TAKE, Kind.RETIRED, Kind.SERVES):
+            elif message.kind in (Kind.REPORT, Kind.GIFT, Kind.TAKE, Kind.RETIRED, Kind.SERVES, Kind.ENDS):
                 self.words.append((message.kind, message.body))
             elif message.kind is Kind.GOODBYE:
                 self.gone.add(identity)
             elif message.kind is Kind.LOAD:
                 frames_of_checkpoint = cut_into_frames(self._checkpoint)
-                self._listener.send(frames[0].bytes, Message(Kind.CONTENT, self._epoch, payload=frames_of_checkpoint))
+                self._listener.send(name, Message(Kind.CONTENT, self._epoch, payload=frames_of_checkpoint))
         except (WireError, ValueError, TypeError, KeyError) as error:
             self.event("refused", identity, error=str(error))
 

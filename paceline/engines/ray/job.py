@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from paceline.config import RunConfig
 from paceline.engines.scripting import Program
+from paceline.engines.standing import LauncherLost
 from paceline.strategies.base import Strategy
 
 
@@ -21,5 +22,7 @@ class Job:
     """Variables that the launcher has and a cluster's processes may not."""
     num_at_start: int | None = None
     """Of an elastic run that is resumed, the workers that it was begun with."""
+    launcher_lost: LauncherLost | None = None
+    """What the run goes on after."""
     is_spread: bool = False
     """Hosts get the same number of workers each, whatever they are."""

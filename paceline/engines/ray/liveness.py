@@ -3,9 +3,11 @@
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import threading
+from pathlib import Path
 from typing import final
 
 import psutil
@@ -13,6 +15,7 @@ import psutil
 RUN_VARIABLE = "PACELINE_RUN"
 """Environment variable by which processes that a run's scripts start are known."""
 _PR_SET_PDEATHSIG = 1
+_VMSTAT = Path("/proc/vmstat")
 
 
 @final
@@ -47,6 +50,26 @@ class Watch:
         for descriptor in self._names:
             os.close(descriptor)
         self._names.clear()
+
+
+@final
+class MemoryKills:
+    """Whether the kernel has ended processes of this host for lack of memory."""
+
+    def __init__(self) -> None:
+        self._number = _num_memory_kills()
+
+    def told_since(self) -> str:
+        """Words to go on with, where that has happened since the last call."""
+        before, self._number = self._number, _num_memory_kills()
+        told = ", and the kernel has ended processes of the launcher's host for lack of memory"
+        return told if self._number > before else ""
+
+
+def _num_memory_kills() -> int:
+    """Since the host began."""
+    found = re.search(r"^oom_kill (\d+)$", _VMSTAT.read_text() if _VMSTAT.exists() else "", re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def bind_forks_to_this_process() -> None:

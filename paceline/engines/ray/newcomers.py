@@ -74,7 +74,7 @@ class Newcomers:
         for name in list(self._coming):
             outcome = members.outcomes.get(name)
             if name in members.dead:
-                self._fail(name, "its process ended")
+                self._fail(name, self._survival.why(name))
             elif outcome is not None:
                 self._fail(name, outcome.error or "its script came to its end before it had a batch")
         for name in self._survival.left & members.outcomes.keys() & members.actors.keys():

@@ -16,7 +16,7 @@ from paceline.engines.blame import Statement, judge
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts
 from paceline.engines.ray.job import Job
-from paceline.engines.ray.liveness import Watch
+from paceline.engines.ray.liveness import MemoryKills, Watch
 from paceline.engines.ray.members import Members, actor_of, last_line
 from paceline.engines.ray.newcomers import Newcomers, require_allowed
 from paceline.engines.ray.nodes import own_address, own_node_id
@@ -61,6 +61,7 @@ class Supervisor:
             checkpoints=CheckpointFiles(directory, keep=job.config.keep_checkpoints, best=job.config.keep_best),
         )
         self._is_urgent = False
+        self._memory = MemoryKills()
         self._survival: Survival | None = None
         self._newcomers: Newcomers | None = None
         self._takeover: Takeover | None = None
@@ -164,6 +165,9 @@ class Supervisor:
         transport(spec.members)  # refuses what cannot be connected before anybody tries
         threads = [spec.num_threads(rank) for rank in range(spec.size)]
         pids = {name: info.pid for name, info in members.infos.items()}
+        if job.launcher_lost is not None:
+            self._controller.event("launcher_lost", "launcher", **job.launcher_lost._asdict())
+            self._controller.event("resumed", "guard", why=str(job.launcher_lost))
         self._controller.event("started", pids=pids, hosts=spec.num_hosts, threads=threads)
         for name, server in members.servers.items():
             members.pending[server.serve.remote()] = name
@@ -339,6 +343,7 @@ class Supervisor:
             [self._statement(name) for name in members.actors],
             is_training=self._controller.progress.phase == "training",
             is_synchronous=self._job.strategy.traits.lock_step,
+            besides=self._memory.told_since(),
         )
 
     def _require_steps(self) -> None:

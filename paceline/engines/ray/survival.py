@@ -10,6 +10,7 @@ from typing import Any, final
 
 from paceline.elastic import Coordinator, Elastic, Form, StaleEpoch
 from paceline.engines.ray.controller import Controller
+from paceline.engines.ray.liveness import MemoryKills
 from paceline.engines.ray.reforming import report_of
 from paceline.errors import RunFailed
 from paceline.membership import Membership
@@ -45,6 +46,8 @@ class Survival:
     ) -> None:
         self._elastic, self._controller, self._pids, self._say = elastic, controller, dict(pids), say
         self._elsewhere = set(elsewhere)
+        self._coming: set[str] = set()  # started, and not ready yet
+        self._memory = MemoryKills()
         self._coordinator = Coordinator.first(membership, at_least=elastic.at_least)
         self._sites: dict[str, Any] = {}
         self._seeking: set[int] = set()  # joiners that have asked for a state, and have none yet
@@ -80,6 +83,7 @@ class Survival:
     def add(self, name: str, pid: int, *, is_here: bool) -> None:
         """A process that is to join, on this host or another."""
         self._pids[name] = pid
+        self._coming.add(name)
         if not is_here:
             self._elsewhere.add(name)
 
@@ -92,7 +96,7 @@ class Survival:
         """This worker's process has ended, in the middle of the run."""
         rank, progress = rank_of(name), self._controller.progress
         progress.phase = "training"  # whoever would have said so may be the one
-        why = self._why.pop(name, "its process ended")
+        why = self.why(name)
         self._since_s = time.monotonic()
         epoch = self._coordinator.membership.epoch
         self._coordinator, form = self._coordinator.died(rank)
@@ -104,8 +108,13 @@ class Survival:
         self._say(f"worker {rank} (process {self._pids.get(name)}) is lost: {why}; workers left: {left}")
         self._send(form)
 
+    def why(self, name: str) -> str:
+        """What ended its process, as far as is known."""
+        return self._why.pop(name, None) or f"its process ended{self._memory.told_since()}"
+
     def end(self, name: str) -> None:
         """This worker has come to its end, or does not join."""
+        self._coming.discard(name)
         self._coordinator, form = self._coordinator.ended(rank_of(name))
         self._waiting.discard(rank_of(name))
         self._send(form)
@@ -123,6 +132,9 @@ class Survival:
             elif kind is Kind.GIFT:
                 self._states.update(dict.fromkeys(body["to"], body["state"]))
                 self._hand_on_states()
+            elif kind is Kind.ENDS:
+                self._why[f"worker-{body['rank']}"] = body["why"]
+                self._kill(f"worker-{body['rank']}")
             elif kind is Kind.RETIRED:
                 self._controller.event("left", f"worker-{body['rank']}", left=len(self._coordinator.living) - 1)
                 self._say(f"worker {body['rank']} leaves; workers left: {len(self._coordinator.living) - 1}")
@@ -158,6 +170,7 @@ class Survival:
         elif rank not in self.ranks:
             if rank not in self._coordinator.joining:
                 self._controller.event("ready", f"worker-{rank}")
+                self._coming.discard(f"worker-{rank}")
             self._coordinator = self._coordinator.joined(rank)
             self._seeking.add(rank)
             if rank in self._states:
@@ -195,15 +208,18 @@ class Survival:
         self._looked_s = now_s
         watched = [f"worker-{rank}" for rank in (*self._coordinator.living, *self._coordinator.awaited)]
         deadline_s = self._elastic.deadline_s
-        lent = {*watched, *(f"worker-{rank}" for rank in self._coordinator.joining)}
+        joining = {*self._coming, *(f"worker-{rank}" for rank in self._coordinator.joining)} - {*watched}
         lease_s = _LEASE_DEADLINES * deadline_s
+        lent = {*watched, *joining}
         self._controller.leases = {name: lease_s if name in lent else None for name in self._elsewhere}
-        for name in watched:
+        for name in [*watched, *sorted(joining & self._elsewhere)]:
             if name in self._controller.gone:  # it has said goodbye, and is about to end
                 continue
             heard_s = max(self._heard_s.get(name, 0.0), self._controller.heard_s.get(name, now_s))
             self._heard_s[name] = heard_s
-            if now_s - heard_s > deadline_s and name not in self._why:
+            # Nobody waits for who starts, which may take all of its host: only where it is cut off, it is given up.
+            limit_s = lease_s if name in joining else deadline_s
+            if now_s - heard_s > limit_s and name not in self._why:
                 self._why[name] = f"it was silent for {now_s - heard_s:.1f} s and was ended"
                 self._kill(name)
 

@@ -4,6 +4,8 @@ import contextlib
 import os
 import signal
 import sys
+import time
+import traceback
 from functools import partial
 from typing import Any, final
 
@@ -30,8 +32,11 @@ from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
 from paceline.engines.world import World, enter
 from paceline.errors import Aborted, UsageError
 from paceline.memory import keep_freed_memory
+from paceline.messages import Kind
 from paceline.server.chains import Chain
 from paceline.strategies.base import Context
+
+_END_WITHIN_S = 10.0  # who asks the launcher to end it does so itself if that does not come
 
 
 @final
@@ -123,7 +128,10 @@ class WorkerActor:
                     finish()
             return Outcome(num_steps=progress())
         except BaseException as error:
-            return outcome_of(error, num_steps=progress())
+            outcome = outcome_of(error, num_steps=progress())
+            if outcome.is_memory and spec.config.elastic is not None and progress():
+                _end_alone(line, rank, outcome, error)
+            return outcome
         finally:
             if world is not None:
                 world.release()
@@ -216,6 +224,16 @@ class WorkerActor:
         world = World(context, spec.strategy, spec.config, line, restored, met_at)
         enter(world)
         return world
+
+
+def _end_alone(line: ControlLine, rank: int, outcome: Outcome, error: BaseException) -> None:
+    """As a process that dies, and that says why: the others go on. The launcher ends it."""
+    try:
+        traceback.clear_frames(error.__traceback__)  # so that there is memory to speak
+        line.tell(Kind.ENDS, {"rank": rank, "why": f"it has run out of memory ({outcome.error})"})
+        time.sleep(_END_WITHIN_S)
+    finally:
+        end_this_process()
 
 
 def _meet(spec: WorldSpec, rank: int, launcher: LauncherAddress, ends: _Ends) -> RunStore | None:

@@ -105,7 +105,7 @@ class Loop:
                 case Enter():
                     self._enter(command)
                 case Tell(workers, update):
-                    message = {"kind": "update", "epoch": self._epoch, "timestamp": time.time(), "update": update}
+                    message = {"kind": "update", "epoch": self._epoch, "timestamp": time.monotonic(), "update": update}
                     for worker in workers:
                         self._fleet.tell(worker, message)
                 case Finish(error) if error is not None:

@@ -34,9 +34,24 @@ def calls(folder: Path, prefix: str) -> dict[str, dict[str, int]]:
 def losses(folder: Path, strikes: Sequence[Strike]) -> list[str]:
     """Whoever was struck and nobody else is to have been lost."""
     lost = {event.who for event in read_records(folder / "out", EventRecord) if event.name in _LOSSES}
-    struck = {strike.who for strike in strikes if strike.is_deadly}
+    struck = {who for strike in strikes if strike.is_deadly for who in _struck_with(folder, strike)}
     told = [f"{who} was lost, and not struck" for who in sorted(lost - struck)]
     return told + [f"{who} was struck, and its loss not noticed" for who in sorted(struck - lost)]
+
+
+def on_other_hosts(folder: Path) -> list[str]:
+    """Workers whose links are not the launcher's."""
+    names = sorted(each.name for each in (folder / "networks").iterdir())
+    return [name for name in names if not striking.is_of_launchers_host(folder, name)]
+
+
+def _struck_with(folder: Path, strike: Strike) -> set[str]:
+    """Who is struck by it, besides whom it names."""
+    if not striking.KINDS[strike.kind].is_of_host:
+        return {strike.who}
+    network = striking.network_of(folder, strike.who)
+    names = (each.name for each in (folder / "networks").iterdir())
+    return {name for name in names if striking.network_of(folder, name) == network}
 
 
 def launcher(folder: Path, strikes: Sequence[Strike]) -> list[str]:

@@ -1,0 +1,23 @@
+"""Strikes a process of a chaos run, by a signal or by what it lacks, at a drawn place of the protocol.
+
+Outside such runs nothing is done here.
+"""
+
+from paceline.engines.striking.arming import VARIABLE, Place, Strike, arm, is_of_launchers_host, met, network_of
+from paceline.engines.striking.kinds import KINDS, Kind, kinds_of
+from paceline.engines.striking.servers import SERVER_PLACES, arm_server
+
+__all__ = [
+    "KINDS",
+    "SERVER_PLACES",
+    "VARIABLE",
+    "Kind",
+    "Place",
+    "Strike",
+    "arm",
+    "arm_server",
+    "is_of_launchers_host",
+    "kinds_of",
+    "met",
+    "network_of",
+]

@@ -1,0 +1,67 @@
+"""Strikes the host of a process, where a run's hosts are network namespaces of one machine."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import psutil
+
+PARTED_S, FLICKER_S, SLOW_S = 20.0, 1.0, 10.0
+"""Longer than any deadline of a chaos run; a moment; and how long its link carries 10 Mbit/s."""
+ENDED_S = 30.0
+"""Within that Ray ends the processes of a node that has died."""
+_SLOW = "root tbf rate 10mbit burst 32kbit latency 400ms"
+
+
+def network() -> int:
+    """The same for exactly those processes that have the same links."""
+    return Path("/proc/self/ns/net").stat().st_ino
+
+
+def lack() -> str:
+    """What keeps this process from switching links."""
+    return "" if os.geteuid() == 0 and shutil.which("ip") else "switching links takes root and iproute2's ip"
+
+
+def lack_of_tc() -> str:
+    return lack() or ("" if shutil.which("tc") else "slow links take iproute2's tc")
+
+
+def part(folder: Path) -> AbstractContextManager[None]:
+    return _for_a_while("ip link set {0} down", "ip link set {0} up", PARTED_S)
+
+
+def flicker(folder: Path) -> AbstractContextManager[None]:
+    return _for_a_while("ip link set {0} down", "ip link set {0} up", FLICKER_S)
+
+
+def slow(folder: Path) -> AbstractContextManager[None]:
+    return _for_a_while(f"tc qdisc replace dev {{0}} {_SLOW}", f"tc qdisc del dev {{0}} {_SLOW}", SLOW_S)
+
+
+def kill_node(folder: Path) -> AbstractContextManager[None]:
+    """The host's part of Ray, of which this process is a child; Ray's own part of this process then ends it."""
+    raylet = next(each for each in psutil.Process().parents() if each.name() == "raylet")
+    raylet.send_signal(signal.SIGKILL)
+    time.sleep(ENDED_S)
+    return nullcontext()
+
+
+def _for_a_while(begin: str, end: str, seconds: float) -> AbstractContextManager[None]:
+    """In a process that outlives this one, so that later runs find the link as it was."""
+    link = _link()
+    subprocess.run(begin.format(link).split(), check=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE")}
+    subprocess.Popen(
+        ["sh", "-c", f"sleep {seconds}; {end.format(link)}"], start_new_session=True, env=environment, close_fds=True
+    )
+    return nullcontext()
+
+
+def _link() -> str:
+    """By which this host reaches others."""
+    return next(str(name) for name, each in psutil.net_if_stats().items() if name != "lo" and each.isup)

@@ -1,0 +1,48 @@
+"""How a process can be struck: a row each."""
+
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final
+
+from paceline.engines.striking import acts, connections, hosts
+
+Who = Literal["worker", "server", "launcher"]
+_MEMBER: tuple[Who, ...] = ("worker", "server")
+_ANYBODY: tuple[Who, ...] = (*_MEMBER, "launcher")
+
+
+@final
+@dataclass(frozen=True)
+class Kind:
+    who: tuple[Who, ...]
+    do: Callable[[Path], AbstractContextManager[None]]
+    """Given the run's folder; what it leaves when the place has been called."""
+    is_outlived: bool = False
+    is_of_host: bool = False
+    """All of the run on its host are struck, which is to be another one than the launcher's."""
+    lacks: Callable[[], str] = lambda: ""
+    """Why it cannot be had here, if it cannot."""
+
+
+KINDS: Mapping[str, Kind] = {
+    "kill": Kind(_ANYBODY, acts.signalled(signal.SIGKILL)),
+    "segfault": Kind(_MEMBER, acts.signalled(signal.SIGSEGV)),
+    "stop": Kind(("worker",), acts.signalled(signal.SIGSTOP)),  # for good: until it is ended as silent
+    "hold": Kind(("worker",), acts.hold_interpreter),  # so, too
+    "memory": Kind(("worker",), acts.no_more_memory),
+    "pause": Kind(_MEMBER, acts.pause, is_outlived=True),
+    "cut": Kind(_MEMBER, connections.cut_own, is_outlived=True, lacks=connections.lack),
+    "full": Kind(("launcher",), acts.full_disk, is_outlived=True),
+    "part": Kind(("worker",), hosts.part, is_of_host=True, lacks=hosts.lack),
+    "flicker": Kind(("worker",), hosts.flicker, is_outlived=True, is_of_host=True, lacks=hosts.lack),
+    "slow": Kind(("worker",), hosts.slow, is_outlived=True, is_of_host=True, lacks=hosts.lack_of_tc),
+    "node": Kind(("worker",), hosts.kill_node, is_of_host=True),
+}
+
+
+def kinds_of(who: Who, *, is_outlived: bool | None = None) -> tuple[str, ...]:
+    """Those that strike a worker, server or launcher; only those that it outlives, or does not, if that is said."""
+    return tuple(name for name, kind in KINDS.items() if who in kind.who and is_outlived in (None, kind.is_outlived))

@@ -1,17 +1,14 @@
 """Notices a loss that each rank divides by what its own batch weighs, where workers average such losses."""
 
 import math
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple, final
 
-import torch
 from torch import Tensor
 
-from paceline.hooks import Listening, place_of
-from paceline.training.terms import MEAN, PASSED_THROUGH, SUM, shape_after
+from paceline.hooks import Place, backward_calls, place_in_script
+from paceline.training.terms import MEAN, PASSED_THROUGH, SUM, TELLS_PACKED, is_packed, number_in, saved_by, shape_after
 
 _MULTIPLIED = ("MulBackward0", "MulBackward1")
 _NOT_GIVEN = -100 % 2**64  # of `ignore_index`, as nodes keep it
@@ -26,8 +23,6 @@ _FORMULAS = {
 _MOST_TERMS = 16
 _ROUNDING = 1e-5
 """By which processors of different kinds may differ."""
-_TELLS_PACKED = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
-"""Which torch has not always done."""
 
 
 class _Divisor(NamedTuple):
@@ -42,8 +37,8 @@ class _Pass(NamedTuple):
     """The samples of its batch, and what the terms of its loss are divided by."""
     what: str
     """As a divisor's."""
-    place: str
-    """In the script."""
+    place: Place
+    """Of its call."""
 
 
 @final
@@ -64,15 +59,15 @@ class Divisors:
     def begin(self) -> None:
         """Look at the next backward passes."""
         self._passes = []
-        if _TELLS_PACKED:
-            _calls.add(self)
+        if TELLS_PACKED:
+            backward_calls.add(self)
 
     def take(self) -> None:
         """The pass under way brings a gradient of the model."""
         self._is_the_models = True
 
     def close(self) -> None:
-        _calls.remove(self)
+        backward_calls.remove(self)
 
     def look(self, backward: Callable[..., Any], tensors: Any, *more: Any, **named: Any) -> Any:
         """The script calls `backward`. The pass frees what its graph has saved, so this is read before it."""
@@ -87,7 +82,7 @@ class Divisors:
         if self._is_the_models:
             values = [self._num_samples(), *(each.value for each in found)]
             what = next((each.what for each in found if each.what), "")
-            self._passes.append(_Pass(values, what, place_of(sys._getframe(2))))
+            self._passes.append(_Pass(values, what, place_in_script()))
         return result
 
     def said(self) -> list[list[float]]:
@@ -114,13 +109,12 @@ class Divisors:
         if values:
             what += f" ({', '.join(f'{value:.4g} on rank {rank}' for rank, value in enumerate(values))})"
         means = "" if kind else ", `own` what it weighs, such as mask.sum(),"
-        warnings.warn(
+        place.warn(
             f"the loss at {place} is divided by {what}, and workers average such losses; one process would divide "
             f"once, by that of all their batches. For the same, with x the batch{means} and `summed` its loss before "
             f"it is divided, or with reduction='sum': total, num = worker.all_reduce_tree([{_FORMULAS[kind]}, len(x)], "
             "op='sum'); loss = summed / total * num / len(x). For strategies that refuse this in the loop, and need it "
-            "not, let it depend on worker.strategy.traits.lock_step, as docs/script.md shows",
-            stacklevel=2,
+            "not, let it depend on worker.strategy.traits.lock_step, as docs/script.md shows"
         )
 
 
@@ -146,7 +140,7 @@ def _divisors_in(roots: Sequence[Any]) -> list[_Divisor]:
         inputs = [inner for inner, _ in node.next_functions]
         if node.name() == "DivBackward0":
             if not any(inputs[1:]):  # else the quotient is no sum any more
-                left.append((inputs[0], divisor * _number_in(node, "other")))
+                left.append((inputs[0], divisor * number_in(node, "other")))
         elif node.name() in (*PASSED_THROUGH, *_MULTIPLIED):
             left += [(inner, divisor) for inner in reversed(inputs)]
         elif (own := _own_divisor(node)) is not None:
@@ -158,7 +152,7 @@ def _own_divisor(node: Any) -> _Divisor | None:
     """What a sum or mean divides by itself; none if it is something else."""
     reduction, name = getattr(node, "_saved_reduction", None), node.name()
     if reduction == MEAN and hasattr(node, "_saved_ignore_index"):
-        return _Divisor(_number_in(node, "total_weight"), _what_weighs(node))
+        return _Divisor(number_in(node, "total_weight"), _what_weighs(node))
     if reduction == MEAN or name.startswith("MeanBackward"):
         inner = next((inner for inner, _ in node.next_functions if inner is not None), None)
         return _Divisor(math.prod(shape_after(inner)), "")
@@ -170,28 +164,6 @@ def _own_divisor(node: Any) -> _Divisor | None:
 def _what_weighs(node: Any) -> str:
     """What one of torch's losses divides by, if the script has asked for another number than that of the samples."""
     leaves_out = node._saved_ignore_index != _NOT_GIVEN
-    if _is_packed(node, "weight") or _saved(node, "weight") is not None:
+    if is_packed(node, "weight") or saved_by(node, "weight") is not None:
         return _WEIGHTS_LEFT if leaves_out else _WEIGHTS
     return _NUMBER if leaves_out else ""
-
-
-def _number_in(node: Any, name: str) -> float:
-    """That a node has saved; NaN if it has not."""
-    saved = _saved(node, name)
-    return float(saved) if saved is not None and saved.numel() == 1 and not saved.is_complex() else math.nan
-
-
-def _saved(node: Any, name: str) -> Any:
-    """None as well if looking would unpack it, as checkpoints allow once alone, or if an earlier pass has freed it, as
-    it may what `backward(inputs=...)` leaves out."""
-    try:
-        return None if _is_packed(node, name) else getattr(node, f"_saved_{name}", None)
-    except RuntimeError:
-        return None
-
-
-def _is_packed(node: Any, name: str) -> bool:
-    return getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None
-
-
-_calls = Listening(torch.autograd, "backward", Divisors.look)

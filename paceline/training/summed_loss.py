@@ -1,29 +1,33 @@
 """Notices a loss that is a sum over its batch, where workers average gradients as if it were a mean."""
 
-import sys
-import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from operator import is_
-from types import FrameType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
-import torch
 from torch import Tensor, nn
 
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
+from paceline.hooks import Place, backward_calls, place_in_script
 from paceline.training.sums import sum_in
 from paceline.training.terms import Terms
 
-_BACKWARD = torch.autograd.backward.__code__
+
+class _Pass(NamedTuple):
+    """A backward pass under way."""
+
+    begun: list[Any]
+    """Nodes of what it begins at."""
+    is_of_losses: bool
+    """No gradients are given for what it begins at."""
+    culprit: str | None
+    """The name of a sum."""
 
 
 @final
 class SummedLoss:
-    """Looks at the losses of the first step's backward passes, while their gradients come: a pass has been called
-    further up the stack on a CPU, and in the script's own thread on a GPU, whose passes run in a thread of their own.
-    What a script multiplies or divides is as it wants it.
+    """Looks at the losses of the first step's backward passes: before a pass, which frees what a graph has saved. The
+    first gradient of the model tells that it is one of the model's. What a script multiplies or divides is as it wants
+    it.
 
     Args:
         num_samples: of the batch that the script has got last.
@@ -34,12 +38,14 @@ class SummedLoss:
     ) -> None:
         self._rank, self._size, self._num_samples = rank, size, num_samples
         self.has_looked = False
-        self._begun: list[Any] = []  # what the pass that was looked at last began at
+        self._under_way: _Pass | None = None
         self._terms = Terms()
-        self._thread = threading.get_ident()
-        self._hooks = [when_gradient_is_ready(parameter, self._look, 0) for parameter in parameters]
+        self._place: Place | None = None  # of the last pass
+        self._hooks = [when_gradient_is_ready(parameter, self._take, 0) for parameter in parameters]
+        backward_calls.add(self)
 
     def close(self) -> None:
+        backward_calls.remove(self)
         for hook in self._hooks:
             hook.remove()
 
@@ -58,31 +64,42 @@ class SummedLoss:
             self._warn(what, "terms", unless="each is of a model of its own")
 
     def _warn(self, what: str, parts: str, *, unless: str) -> None:
-        warnings.warn(
+        assert self._place is not None
+        self._place.warn(
             f"{what}, and nothing divides these losses: their gradients add up to a sum over the batch, and workers "
             f"average gradients as if it were a mean, so that a step is {self._size} times smaller than one process "
-            f"would take with the same batches; divide each loss by the number of {parts}, unless {unless}",
-            stacklevel=5,
+            f"would take with the same batches; divide each loss by the number of {parts}, unless {unless}"
         )
 
-    def _look(self, _: int) -> None:
-        """Raises UsageError for a sum."""
-        frame = _backward_above(sys._getframe()) or _backward_above(sys._current_frames().get(self._thread))
-        if frame is None:
-            self.has_looked = True
-            return
-        tensors, gradients = _listed(frame.f_locals["tensors"]), frame.f_locals["grad_tensors"]
-        begun = [tensor.grad_fn for tensor in tensors]
-        if len(begun) == len(self._begun) and all(map(is_, begun, self._begun)):
-            return
-        self._begun = begun
-        if gradients is None:
-            self._terms.add_pass(begun)
+    def look(self, backward: Callable[..., Any], tensors: Any, *more: Any, **named: Any) -> Any:
+        """The script calls `backward`; or a checkpoint does, inside of such a pass."""
+        if isinstance(tensors, Iterator):
+            tensors = tuple(tensors)
+        gradients = more[0] if more else named.get("grad_tensors")
+        losses = [each for each in _listed(tensors) if each.grad_fn is not None]
         num_samples = self._num_samples()
-        culprit = None if self.has_looked else next(filter(None, _sums(begun, gradients, num_samples)), None)
+        before, culprit = self._under_way, None
+        if not self.has_looked and num_samples > 1:
+            culprit = next(filter(None, _sums(losses, gradients, num_samples)), None)
+        self._under_way = _Pass([each.grad_fn for each in losses], gradients is None, culprit)
+        self._place = self._place if before else place_in_script()
+        try:
+            return backward(tensors, *more, **named)
+        finally:
+            self._under_way = before
+
+    def _take(self, _: int) -> None:
+        """A gradient of the model has come. Raises UsageError, if the pass began at a sum."""
+        under_way, num_samples = self._under_way, self._num_samples()
+        is_first, self.has_looked = not self.has_looked, True
+        if under_way is None or not under_way.begun:
+            return
+        culprit = under_way.culprit if is_first else None
+        if under_way.is_of_losses:
+            self._terms.add_pass(under_way.begun)
+        under_way.begun.clear()  # looked at
         if culprit is None and self._terms.are_one_a_sample(num_samples):
             culprit = f"{num_samples} terms, one a sample"
-        self.has_looked = True
         if culprit is not None and num_samples > 1:
             raise UsageError(
                 f"rank {self._rank}: the loss is a sum over the batch ({culprit}), and workers average gradients as if "
@@ -92,19 +109,13 @@ class SummedLoss:
             )
 
 
-def _sums(begun: Sequence[Any], gradients: Any, num_samples: int) -> Iterator[str | None]:
-    """The names of the sums among what a backward pass began at. One that was given gradients to begin with adds up the
+def _sums(losses: Sequence[Tensor], gradients: Any, num_samples: int) -> Iterator[str | None]:
+    """The names of the sums among what a backward pass begins at. One that is given gradients to begin with adds up the
     samples' losses where these are ones."""
     if gradients is None:
-        yield from (sum_in(node, num_samples) for node in begun)
+        yield from (sum_in(loss, num_samples) for loss in losses)
     elif any(given.shape[:1] == (num_samples,) and bool((given == 1).all()) for given in _listed(gradients)):
         yield "backward(ones)"
-
-
-def _backward_above(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code is not _BACKWARD:
-        frame = frame.f_back
-    return frame
 
 
 def _listed(given: Any) -> list[Tensor]:

@@ -46,9 +46,12 @@ class InAnotherThread(torch.autograd.Function):
 def train(*, reduction: str) -> None:
     model = nn.Linear(3, 2)
     watch = SummedLoss([], rank=1, size=2, num_samples=lambda: NUM_SAMPLES)
-    output = InAnotherThread.apply(model(torch.ones(NUM_SAMPLES, 3)), watch._look)
+    output = InAnotherThread.apply(model(torch.ones(NUM_SAMPLES, 3)), watch._take)
     labels = torch.zeros(NUM_SAMPLES, dtype=torch.int64)
-    nn.functional.cross_entropy(output, labels, reduction=reduction).backward()
+    try:
+        nn.functional.cross_entropy(output, labels, reduction=reduction).backward()
+    finally:
+        watch.close()
     assert watch.has_looked
 
 
@@ -111,6 +114,23 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
         output.repeat(3, 1), torch.zeros(3 * NUM_SAMPLES, dtype=torch.int64), reduction="none"
     ).sum(),
     "by Python": lambda output: torch.as_tensor(sum(squares(output).mean(1))),
+    "by einsum": lambda output: torch.einsum("i,i->", squares(output).mean(1), ONES),
+    "of products by einsum": lambda output: torch.einsum("ij,ij->", output, output),
+    "by vdot": lambda output: torch.vdot(squares(output).mean(1), ONES),
+    "by dot, weighted": lambda output: torch.dot(torch.arange(1.0, 1.0 + NUM_SAMPLES), squares(output).mean(1)),
+    "by tensordot": lambda output: torch.tensordot(squares(output).mean(1), ONES, 1),
+    "a trace": lambda output: (output @ output.t()).trace(),
+    "of a diagonal": lambda output: (output @ output.t()).diagonal().sum(),
+    "a squared norm": lambda output: (output - 1).norm() ** 2,
+    "a squared norm of torch.linalg": lambda output: torch.linalg.vector_norm(output).square(),
+    "a squared distance": lambda output: torch.dist(output, torch.ones(NUM_SAMPLES, NUM_SAMPLES)) ** 2,
+    "of squares by a product": lambda output: (output - 1).flatten() @ (output - 1).flatten(),
+    "the last of cumulated ones": lambda output: squares(output).mean(1).cumsum(0)[-1],
+    "by a product with ones": lambda output: torch.mm(ONES[None], squares(output).mean(1, keepdim=True))[0, 0],
+    "of halves": lambda output: (squares(output) / 2).sum(),
+    "of halves, multiplied": lambda output: (0.5 * squares(output)).sum(),
+    "weighted": lambda output: (squares(output).mean(1) * torch.linspace(0.5, 1.5, NUM_SAMPLES)).sum(),
+    "of some": lambda output: (squares(output).mean(1) * (torch.arange(NUM_SAMPLES) == 3)).sum(),
 }
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "divided before": lambda output: (squares(output) / len(output)).sum(),
@@ -120,8 +140,23 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "of as many losses": lambda output: torch.stack([squares(output).mean() for _ in range(NUM_SAMPLES)]).sum(),
     "beside a mean": lambda output: squares(output).mean() + output.abs().mean(0).sum(),
     "of as many weights, beside what is divided": lambda output: squares(output).sum() / 3 + SQUARE.square().sum(),
+    "multiplied by one over the number": lambda output: (squares(output).mean(1) * (1 / NUM_SAMPLES)).sum(),
+    "of each element, multiplied so": lambda output: (squares(output) * (1 / NUM_SAMPLES)).sum(),
+    "weights that add up to one": lambda output: (squares(output).mean(1) * WEIGHTS).sum(),
+    "weights that add up to one, by dot": lambda output: squares(output).mean(1) @ WEIGHTS,
+    "weights of elements that add up to one": lambda output: (squares(output) * WEIGHTS[:, None] / 8).sum(),
+    "a mean by einsum": lambda output: torch.einsum("ij,ij->", output, output) / NUM_SAMPLES,
+    "a mean by einsum, multiplied": lambda output: torch.einsum("i,i->", squares(output).mean(1), ONES / NUM_SAMPLES),
+    "a mean of a trace": lambda output: (output @ output.t()).trace() / NUM_SAMPLES,
+    "of a temperature and the number": lambda output: (squares(output) / 0.1 / NUM_SAMPLES).sum(),
+    "the sum of a part": lambda output: squares(output)[0].sum() + squares(output)[:2].mean(),
+    "a norm": lambda output: output.norm() / NUM_SAMPLES**0.5,
+    "covariances": lambda output: ((output.t() @ output) / NUM_SAMPLES).fill_diagonal_(0).square().mean(),
+    "a penalty alone": lambda output: output.mean() + SQUARE.norm() ** 2,
+    "multiplied": lambda output: squares(output).sum() * 0.1,
     "of as many weights, beside a mean": lambda output: squares(output).mean() + SQUARE.square().sum(),
 }
+ONES, WEIGHTS = torch.ones(NUM_SAMPLES), torch.arange(float(NUM_SAMPLES)).softmax(0)
 SQUARE = torch.ones(NUM_SAMPLES, NUM_SAMPLES, requires_grad=True)
 
 

@@ -232,6 +232,14 @@ def judge(script: Script, engine: str, strategy: str, says: str | None, out: Pat
         assert_close(alone.model_state(), train_alone(script, 1), EXACT)
 
 
+@pytest.mark.slow
+def test_gossip_over_processes_says_who_has_ended_alone(tmp_path: Path) -> None:
+    says = "UsageError: the script of rank 1 has ended after 5 steps on 5 batches, and that of another rank has not: "
+    script = partial(launched, SCRIPTS["ends alone"])
+    with pytest.raises(RunFailed, match=says):
+        local_engine.run(script, strategy="gossip", options=STRATEGIES["gossip"], workers=2, out=tmp_path)
+
+
 def in_pairs(items: list[Any]) -> list[Tensor]:
     """A row of each two samples; of an odd number the last is alone."""
     pairs = [items[start : start + 2] for start in range(0, len(items), 2)]

@@ -135,13 +135,8 @@ backward_calls = Listening(torch.autograd, "backward", _listened_to)
 script gives it."""
 
 _PACKAGE = os.path.dirname(__file__)
-_BENEATH = tuple(
-    os.path.join(path, "")
-    for path in (
-        os.path.dirname(torch.__file__),
-        *(os.path.join(_PACKAGE, name) for name in ("strategies", "training")),
-    )
-)
+_LAYERS = (os.path.join(_PACKAGE, name) for name in ("strategies", "training"))
+_BENEATH = (__file__, *(os.path.join(path, "") for path in (os.path.dirname(torch.__file__), *_LAYERS)))
 
 
 class Place(NamedTuple):

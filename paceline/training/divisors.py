@@ -28,13 +28,16 @@ _ROUNDING = 1e-5
 class _Divisor(NamedTuple):
     value: float
     """NaN where nothing tells."""
+    factor: float
+    """What the script multiplies the quotient by, as a whole; NaN where nothing tells."""
     what: str
     """What it is of the batch, where one of torch's own losses has it; else empty."""
 
 
 class _Pass(NamedTuple):
     values: list[float]
-    """The samples of its batch, and what the terms of its loss are divided by."""
+    """The samples of its batch, the sum of what the terms of its loss are multiplied by, and what each is divided
+    by."""
     what: str
     """As a divisor's."""
     place: Place
@@ -44,7 +47,8 @@ class _Pass(NamedTuple):
 @final
 class Divisors:
     """Looks, while it listens, at what the losses are divided by that backward passes begin at. What a mean divides by
-    counts, as does what the script divides by itself; what it multiplies by does not.
+    counts, as does what the script divides by itself. What it multiplies by counts as a sum: who mixes up samples draws
+    factors of each rank's own, which add up to one.
 
     Args:
         num_samples: of the batch that the script has got last.
@@ -80,7 +84,8 @@ class Divisors:
         self._is_the_models = False
         result = backward(tensors, *more, **named)
         if self._is_the_models:
-            values = [self._num_samples(), *(each.value for each in found)]
+            factor = sum(each.factor for each in found)
+            values = [self._num_samples(), factor, *(each.value for each in found)]
             what = next((each.what for each in found if each.what), "")
             self._passes.append(_Pass(values, what, place_in_script()))
         return result
@@ -104,10 +109,13 @@ class Divisors:
         if told is None:
             return
         self._has_told = True
-        (_, kind, place), values = told
+        (_, kind, place), (values, is_factor) = told[0], told[1] or ((), False)
+        if is_factor and not kind:
+            self._tell_of_factors(place, values)
+            return
         what = f"{kind} of each worker's own batch" if kind else "what each worker's own batch weighs"
         if values:
-            what += f" ({', '.join(f'{value:.4g} on rank {rank}' for rank, value in enumerate(values))})"
+            what += f" ({_by_rank(values)})"
         means = "" if kind else ", `own` what it weighs, such as mask.sum(),"
         place.warn(
             f"the loss at {place} is divided by {what}, and workers average such losses; one process would divide "
@@ -117,34 +125,48 @@ class Divisors:
             "not, let it depend on worker.strategy.traits.lock_step, as docs/script.md shows"
         )
 
+    def _tell_of_factors(self, place: Place, factors: Sequence[float]) -> None:
+        place.warn(
+            f"the loss at {place} is multiplied by a number of each worker's own ({_by_rank(factors)}), and workers "
+            "average such losses; one process would multiply once. Take a number that is the same on all: "
+            "worker.all_reduce(torch.tensor(factor), op='mean')"
+        )
 
-def _unlike(passes: Sequence[Sequence[float]]) -> Sequence[float] | None:
-    """What one term was divided by on each rank, if it was not the same for as many samples and terms."""
+
+def _by_rank(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g} on rank {rank}" for rank, value in enumerate(values))
+
+
+def _unlike(passes: Sequence[Sequence[float]]) -> tuple[Sequence[float], bool] | None:
+    """What one term was divided by on each rank, or all were multiplied by, if it was not the same for as many samples
+    and terms; and whether it is the latter."""
     if len({(each[0], len(each)) for each in passes}) > 1:
         return None
-    for values in zip(*passes, strict=True):
+    for number, values in enumerate(zip(*passes, strict=True)):
         is_known = all(map(math.isfinite, values))
         if is_known and not all(math.isclose(value, values[0], rel_tol=_ROUNDING) for value in values):
-            return values
+            return values, number == 1
     return None
 
 
 def _divisors_in(roots: Sequence[Any]) -> list[_Divisor]:
     """Of the first sums and means that the losses with these graphs are made of by adding, multiplying and dividing."""
-    left, seen, found = [(root, 1.0) for root in reversed(roots)], set(), list[_Divisor]()
+    left, seen, found = [(root, 1.0, 1.0) for root in reversed(roots)], set(), list[_Divisor]()
     while left and len(found) < _MOST_TERMS:
-        node, divisor = left.pop()
+        node, divisor, factor = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         inputs = [inner for inner, _ in node.next_functions]
         if node.name() == "DivBackward0":
             if not any(inputs[1:]):  # else the quotient is no sum any more
-                left.append((inputs[0], divisor * number_in(node, "other")))
+                left.append((inputs[0], divisor * number_in(node, "other"), factor))
         elif node.name() in (*PASSED_THROUGH, *_MULTIPLIED):
-            left += [(inner, divisor) for inner in reversed(inputs)]
+            if node.name() in _MULTIPLIED:
+                factor *= number_in(node, "other" if inputs[0] is not None else "self") if not all(inputs) else math.nan
+            left += [(inner, divisor, factor) for inner in reversed(inputs)]
         elif (own := _own_divisor(node)) is not None:
-            found.append(_Divisor(divisor * own.value, own.what))
+            found.append(own._replace(value=divisor * own.value, factor=factor))
     return found
 
 
@@ -152,12 +174,12 @@ def _own_divisor(node: Any) -> _Divisor | None:
     """What a sum or mean divides by itself; none if it is something else."""
     reduction, name = getattr(node, "_saved_reduction", None), node.name()
     if reduction == MEAN and hasattr(node, "_saved_ignore_index"):
-        return _Divisor(number_in(node, "total_weight"), _what_weighs(node))
+        return _Divisor(number_in(node, "total_weight"), 1.0, _what_weighs(node))
     if reduction == MEAN or name.startswith("MeanBackward"):
         inner = next((inner for inner, _ in node.next_functions if inner is not None), None)
-        return _Divisor(math.prod(shape_after(inner)), "")
+        return _Divisor(math.prod(shape_after(inner)), 1.0, "")
     if reduction == SUM or name.startswith(("SumBackward", "NansumBackward")) or name == "DotBackward0":
-        return _Divisor(1.0, "")
+        return _Divisor(1.0, 1.0, "")
     return None
 
 

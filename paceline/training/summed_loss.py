@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
 from paceline.hooks import Place, backward_calls, place_in_script
-from paceline.training.sums import sum_in
+from paceline.training.sums import Look, look_into
 from paceline.training.terms import Terms
 
 
@@ -19,8 +19,8 @@ class _Pass(NamedTuple):
     """Nodes of what it begins at."""
     is_of_losses: bool
     """No gradients are given for what it begins at."""
-    culprit: str | None
-    """The name of a sum."""
+    found: Look
+    """The names of a sum, and of a function that is not linear."""
 
 
 @final
@@ -40,6 +40,7 @@ class SummedLoss:
         self.has_looked = False
         self._under_way: _Pass | None = None
         self._terms = Terms()
+        self._bent: str | None = None
         self._place: Place | None = None  # of the last pass
         self._hooks = [when_gradient_is_ready(parameter, self._take, 0) for parameter in parameters]
         backward_calls.add(self)
@@ -56,7 +57,13 @@ class SummedLoss:
         if self._rank != 0:
             return
         num_samples = self._num_samples()
-        if self._terms.are_parts(num_samples):
+        if self._bent is not None and self._place is not None:
+            self._place.warn(
+                f"the loss is a function of sums or means over the batch that is not linear ({self._bent}): workers "
+                "average what each makes of its own batch, and one process would make it of all their batches. Take it "
+                "of each sample and then the mean, where it may be; docs/script.md shows one of all batches"
+            )
+        elif self._terms.are_parts(num_samples):
             what = "the script calls backward() for one part of a batch after the other"
             self._warn(what, "parts", unless="the gradients are divided afterwards")
         elif self._terms.are_apart(num_samples):
@@ -78,10 +85,10 @@ class SummedLoss:
         gradients = more[0] if more else named.get("grad_tensors")
         losses = [each for each in _listed(tensors) if each.grad_fn is not None]
         num_samples = self._num_samples()
-        before, culprit = self._under_way, None
+        before, found = self._under_way, Look(None, None)
         if not self.has_looked and num_samples > 1:
-            culprit = next(filter(None, _sums(losses, gradients, num_samples)), None)
-        self._under_way = _Pass([each.grad_fn for each in losses], gradients is None, culprit)
+            found = _look_into(losses, gradients, num_samples)
+        self._under_way = _Pass([each.grad_fn for each in losses], gradients is None, found)
         self._place = self._place if before else place_in_script()
         try:
             return backward(tensors, *more, **named)
@@ -94,7 +101,8 @@ class SummedLoss:
         is_first, self.has_looked = not self.has_looked, True
         if under_way is None or not under_way.begun:
             return
-        culprit = under_way.culprit if is_first else None
+        culprit = under_way.found.summed if is_first else None
+        self._bent = self._bent or (under_way.found.bent if is_first else None)
         if under_way.is_of_losses:
             self._terms.add_pass(under_way.begun)
         under_way.begun.clear()  # looked at
@@ -109,13 +117,17 @@ class SummedLoss:
             )
 
 
-def _sums(losses: Sequence[Tensor], gradients: Any, num_samples: int) -> Iterator[str | None]:
-    """The names of the sums among what a backward pass begins at. One that is given gradients to begin with adds up the
-    samples' losses where these are ones."""
+def _look_into(losses: Sequence[Tensor], gradients: Any, num_samples: int) -> Look:
+    """What a backward pass begins at. One that is given gradients to begin with adds up the samples' losses where these
+    are ones."""
     if gradients is None:
-        yield from (sum_in(loss, num_samples) for loss in losses)
-    elif any(given.shape[:1] == (num_samples,) and bool((given == 1).all()) for given in _listed(gradients)):
-        yield "backward(ones)"
+        looks = [look_into(loss, num_samples) for loss in losses]
+        summed, bent = (
+            (next(filter(None, names), None) for names in zip(*looks, strict=True)) if looks else (None, None)
+        )
+        return Look(summed, bent)
+    adds = any(given.shape[:1] == (num_samples,) and bool((given == 1).all()) for given in _listed(gradients))
+    return Look("backward(ones)" if adds else None, None)
 
 
 def _listed(given: Any) -> list[Tensor]:

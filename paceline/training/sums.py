@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.training.terms import PASSED_THROUGH, SUM, is_any_packed, number_in, shape_after
+from paceline.training.terms import MEAN, PASSED_THROUGH, SUM, is_any_packed, number_in, shape_after
 
 _ONE_EACH = 0
 """Of `reduction`: a loss of torch's that gives one for each sample."""
@@ -19,6 +19,9 @@ _PRODUCTS = ("DotBackward0", "VdotBackward0", "MvBackward0", "MmBackward0", "Bmm
 _FACTORS, _QUOTIENT = ("MulBackward0", "MulBackward1"), "DivBackward0"
 _LINEAR = (*PASSED_THROUGH, *_ADDED, *_TURNED, *_SUMS, *_PRODUCTS, *_FACTORS, _QUOTIENT)
 _NORMS = ("LinalgVectorNormBackward0", "DistBackward0")
+_BENT = ("SqrtBackward0", "RsqrtBackward0", "LogBackward0", "Log1PBackward0", "ExpBackward0", "PowBackward0")
+_BENT = (*_BENT, "ReciprocalBackward0", "AbsBackward0", "LogsumexpBackward0", *_NORMS)
+_REDUCED = (*_SUMS, *_PRODUCTS, "MeanBackward0", "MeanBackward1", "LogsumexpBackward0", *_NORMS)
 _WORDS = {"pow": "a squared norm", "bmm": "einsum() or bmm()", "nansum": "sum()"}
 _LEAF, _STACKED = "torch::autograd::AccumulateGrad", "StackBackward0"
 _MOST_NODES = 1000
@@ -41,23 +44,72 @@ class _Term(NamedTuple):
 
     def joined(self, other: "_Term") -> "_Term":
         """The same node by both ways."""
-        weights = self.weights + other.weights
-        flags = [mine or theirs for mine, theirs in zip(self[2:], other[2:], strict=True)]
-        return _Term(self.node, weights, *flags)
+        return _Term(
+            self.node,
+            self.weights + other.weights,
+            self.summed or other.summed,
+            self.has_rows or other.has_rows,
+            self.is_scaled or other.is_scaled,
+            self.is_divided or other.is_divided,
+        )
 
 
-def sum_in(loss: Tensor, num_samples: int) -> str | None:
-    """The name of the sum that the loss is, or has as a term: one of torch's losses; or sums of the script's own, if it
-    has no other terms that nothing multiplies. It is to be asked before the backward pass, which frees what terms are
-    multiplied by."""
+class Look(NamedTuple):
+    """What a loss is found to be."""
+
+    summed: str | None
+    """The name of the sum that it is, or has as a term: one of torch's losses; or sums of the script's own, if it has
+    no other terms that nothing multiplies."""
+    bent: str | None
+    """The name of a function of sums or means over the samples that is not linear, if it has one as a term."""
+
+
+def look_into(loss: Tensor, num_samples: int) -> Look:
+    """To be asked before the backward pass, which frees what terms are multiplied by."""
     with torch.no_grad():
         terms = list(_terms_of(loss, num_samples))
+    bent = next((term.node for term in terms if term.weights.numel() == 1 and _is_bent(term.node, num_samples)), None)
+    name = bent.name().partition("Backward")[0].lower() if bent is not None else None
+    return Look(_sum_among(terms, num_samples), name)
+
+
+def _sum_among(terms: list[_Term], num_samples: int) -> str | None:
     for term in terms:
         if getattr(term.node, "_saved_reduction", None) == SUM and not (term.is_scaled or term.is_divided):
             return f"{term.node.name().removesuffix('Backward0')} with reduction='sum'"
     others = [term for term in terms if not (term.is_scaled or _is_product(term))]
     is_sum = bool(others) and all(_is_over_samples(term, num_samples) for term in others)
     return others[0].summed if is_sum else None
+
+
+def _is_bent(node: Any, num_samples: int) -> bool:
+    inputs = [inner for inner, _ in node.next_functions]
+    if node.name() == _QUOTIENT:
+        return inputs[1] is not None and _adds_samples(inputs[1], num_samples)
+    if node.name() in _FACTORS:
+        return all(inner is not None and _adds_samples(inner, num_samples) for inner in inputs)
+    return node.name() in _BENT and _adds_samples(node if node.name() in _REDUCED else inputs[0], num_samples)
+
+
+def _adds_samples(node: Any, num_samples: int) -> bool:
+    """Whether it is computed from a sum or mean over as many rows as samples, by numbers alone."""
+    left = [node]
+    for _ in range(_MOST_NODES):
+        node = left.pop() if left else None
+        if node is None:
+            break
+        inputs = [inner for inner, _ in node.next_functions if inner is not None and inner.name() != _LEAF]
+        is_loss = getattr(node, "_saved_reduction", None) in (MEAN, SUM)
+        shapes = map(shape_after, inputs) if is_loss or node.name() in _REDUCED else ()
+        if any(_is_of_samples(shape, num_samples) for shape in shapes):
+            return True
+        if math.prod(shape_after(node)) == 1:
+            left += inputs
+    return False
+
+
+def _is_of_samples(shape: tuple[int, ...], num_samples: int) -> bool:
+    return bool(shape) and shape[0] > 0 and shape[0] % num_samples == 0
 
 
 def _is_product(term: _Term) -> bool:

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple, final
 import torch
 
 SHAPED = ("ViewBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1")
-PASSED_THROUGH = ("AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "CloneBackward0", *SHAPED)
+PASSED_THROUGH = (
+    *("AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "ToCopyBackward0", "CloneBackward0"),
+    *SHAPED,
+)
 MEAN, SUM = 1, 2
 """Of `reduction`, as torch's losses keep it for their backward pass."""
 SCALED = ("MulBackward0", "MulBackward1", "DivBackward0")

@@ -127,6 +127,17 @@ def test_a_divisor_of_a_ranks_own_is_told(name: str) -> None:
     require_told(loss, rf"^the loss at test_divisors\.py:\d+ is divided by .*{says}")
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m, x, y, _: losses(m, x, y).mean() * (1 + y.float().mean()),
+        lambda m, x, y, rank: losses(m, x, y).mean() + (0.1 + rank) * m(x).square().mean(),
+    ],
+)
+def test_a_factor_of_a_ranks_own_is_told(loss: Loss) -> None:
+    require_told(loss, r"^the loss at test_divisors\.py:\d+ is multiplied by .* on rank 0, .* on rank 1")
+
+
 @pytest.mark.parametrize("name", NOT_TOLD)
 def test_others_are_not(name: str) -> None:
     require_told(NOT_TOLD[name], None)
@@ -179,14 +190,14 @@ def test_what_an_earlier_pass_has_freed_may_be_left_out() -> None:
         (losses(model, x, y).mean() + side).backward(inputs=list(model.parameters()))
         return losses(model, x, y).mean()
 
-    assert [values[:2] for values in passes.run(loss)] == 2 * [[NUM_SAMPLES, NUM_SAMPLES]]
+    assert [[values[0], values[2]] for values in passes.run(loss)] == 2 * [[NUM_SAMPLES, NUM_SAMPLES]]
 
 
 def test_only_as_many_samples_are_compared() -> None:
     ranks = [Pass(0), Pass(1)]
     everyone = [one.run(NOT_TOLD["a mean"], num_samples=6 - one.rank) for one in ranks]
     ranks[0].watch.compare(everyone)
-    assert everyone == [[[6, 6.0]], [[5, 5.0]]]
+    assert everyone == [[[6, 1.0, 6.0]], [[5, 1.0, 5.0]]]
 
 
 def test_what_a_checkpoint_unpacks_once_is_left_to_it() -> None:

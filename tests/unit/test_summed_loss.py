@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.training.summed_loss import SummedLoss
+from paceline.training.sums import look_into
 from paceline.training.terms import _MOST_NODES, Terms
 
 NUM_SAMPLES = 8
@@ -179,3 +180,36 @@ def test_sums_of_the_scripts_own_are_noticed(loss: Callable[[Tensor], Tensor]) -
 @pytest.mark.parametrize("loss", OTHERS.values(), ids=OTHERS)
 def test_what_a_script_has_divided_or_averaged_is_no_sum(loss: Callable[[Tensor], Tensor]) -> None:
     look_at(loss)
+
+
+BENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "a quotient of sums": lambda output: 1 - 2 * output.sum() / (output.square().sum() + 1),
+    "a root of a mean": lambda output: squares(output).mean().sqrt(),
+    "a root of one of torch's losses": lambda output: nn.functional.mse_loss(output, SQUARE.detach()).sqrt(),
+    "a logarithm of a mean": lambda output: output.mean() - output.exp().mean().log(),
+    "a norm of all": lambda output: 0.1 * output.norm() + squares(output).mean(),
+    "a product of means": lambda output: squares(output).mean() * output.abs().mean(),
+}
+STRAIGHT: dict[str, Callable[[Tensor], Tensor]] = {
+    "quotients of each sample": lambda output: (output.sum(1) / output.square().sum(1)).mean(),
+    "a norm of each sample": lambda output: output.norm(dim=1).mean(),
+    "a learned weight": lambda output: squares(output).mean() * torch.exp(-SCALE) + SCALE,
+    "divided by a learned scale": lambda output: squares(output).mean() / SCALE.square() + SCALE.square().log(),
+    "divided by its own value": lambda output: squares(output).mean() / output.detach().norm(),
+    "a norm of weights": lambda output: squares(output).mean() + 0.1 * SQUARE[:3].norm(),
+}
+SCALE = torch.ones((), requires_grad=True)
+
+
+def bent(loss: Callable[[Tensor], Tensor]) -> str | None:
+    return look_into(loss(nn.Linear(3, NUM_SAMPLES)(torch.ones(NUM_SAMPLES, 3))), NUM_SAMPLES).bent
+
+
+@pytest.mark.parametrize("loss", BENT.values(), ids=BENT)
+def test_functions_of_means_that_are_not_linear_are_noticed(loss: Callable[[Tensor], Tensor]) -> None:
+    assert bent(loss) is not None
+
+
+@pytest.mark.parametrize("loss", STRAIGHT.values(), ids=STRAIGHT)
+def test_what_is_of_each_sample_or_of_parameters_is_linear(loss: Callable[[Tensor], Tensor]) -> None:
+    assert bent(loss) is None

@@ -165,9 +165,20 @@ def _divisors_in(roots: Sequence[Any]) -> list[_Divisor]:
             if node.name() in _MULTIPLIED:
                 factor *= number_in(node, "other" if inputs[0] is not None else "self") if not all(inputs) else math.nan
             left += [(inner, divisor, factor) for inner in reversed(inputs)]
-        elif (own := _own_divisor(node)) is not None:
+        elif (own := _own_divisor(node)) is not None and (stacked := _stacked_in(inputs)):
+            left += [(inner, divisor * own.value, factor) for inner in reversed(stacked)]
+        elif own is not None:
             found.append(own._replace(value=divisor * own.value, factor=factor))
     return found
+
+
+def _stacked_in(inputs: Sequence[Any]) -> list[Any]:
+    """Losses that the script has put into one tensor, to add them up or to take their mean."""
+    inner = inputs[0] if inputs else None
+    if inner is None or inner.name() != "StackBackward0":
+        return []
+    losses = [loss for loss, _ in inner.next_functions]
+    return losses if all(loss is not None and not shape_after(loss) for loss in losses) else []
 
 
 def _own_divisor(node: Any) -> _Divisor | None:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
 from paceline.hooks import Place, backward_calls, place_in_script
-from paceline.training.sums import Look, look_into
+from paceline.training.bent import bent_among
+from paceline.training.sums import multiplied_sum_among, sum_among, terms_in
 from paceline.training.terms import Terms
 
 
@@ -19,8 +20,10 @@ class _Pass(NamedTuple):
     """Nodes of what it begins at."""
     is_of_losses: bool
     """No gradients are given for what it begins at."""
-    found: Look
-    """The names of a sum, and of a function that is not linear."""
+    culprit: str | None
+    """The name of a sum."""
+    doubt: str | None
+    """What it may be, in words."""
 
 
 @final
@@ -40,7 +43,7 @@ class SummedLoss:
         self.has_looked = False
         self._under_way: _Pass | None = None
         self._terms = Terms()
-        self._bent: str | None = None
+        self._doubt: str | None = None
         self._place: Place | None = None  # of the last pass
         self._hooks = [when_gradient_is_ready(parameter, self._take, 0) for parameter in parameters]
         backward_calls.add(self)
@@ -57,12 +60,8 @@ class SummedLoss:
         if self._rank != 0:
             return
         num_samples = self._num_samples()
-        if self._bent is not None and self._place is not None:
-            self._place.warn(
-                f"the loss is a function of sums or means over the batch that is not linear ({self._bent}): workers "
-                "average what each makes of its own batch, and one process would make it of all their batches. Take it "
-                "of each sample and then the mean, where it may be; docs/script.md shows one of all batches"
-            )
+        if self._doubt is not None and self._place is not None:
+            self._place.warn(self._doubt)
         elif self._terms.are_parts(num_samples):
             what = "the script calls backward() for one part of a batch after the other"
             self._warn(what, "parts", unless="the gradients are divided afterwards")
@@ -85,15 +84,37 @@ class SummedLoss:
         gradients = more[0] if more else named.get("grad_tensors")
         losses = [each for each in _listed(tensors) if each.grad_fn is not None]
         num_samples = self._num_samples()
-        before, found = self._under_way, Look(None, None)
+        before, culprit, doubt = self._under_way, None, None
         if not self.has_looked and num_samples > 1:
-            found = _look_into(losses, gradients, num_samples)
-        self._under_way = _Pass([each.grad_fn for each in losses], gradients is None, found)
+            culprit, doubt = self._found(losses, gradients, num_samples)
+        self._under_way = _Pass([each.grad_fn for each in losses], gradients is None, culprit, doubt)
         self._place = self._place if before else place_in_script()
         try:
             return backward(tensors, *more, **named)
         finally:
             self._under_way = before
+
+    def _found(self, losses: Sequence[Tensor], gradients: Any, num_samples: int) -> tuple[str | None, str | None]:
+        """The name of a sum that a backward pass begins at, and what else it may begin at, in words."""
+        if gradients is not None:
+            return ("backward(ones)" if _is_sum_of(_listed(gradients), num_samples) else None), None
+        for terms in [terms_in(loss, num_samples) for loss in losses]:
+            if culprit := sum_among(terms, num_samples):
+                return culprit, None
+            if bent := bent_among(terms, num_samples):
+                return None, (
+                    f"the loss is a function of sums or means over the batch that is not linear, or compares its "
+                    f"samples ({bent}): workers average what each makes of its own batch, and one process would make "
+                    "it of all their batches. Take it of each sample and then the mean, where it may be; "
+                    "docs/script.md shows one of all batches"
+                )
+            if factor := multiplied_sum_among(terms, num_samples, self._size):
+                return None, (
+                    f"the loss is {factor:g} times a sum over the batch, and workers average gradients as if it were "
+                    f"a mean, so that a step is {self._size} times smaller than one process would take with the same "
+                    "batches, unless the factor is to make up for it; take the mean, or multiply by worker.size, too"
+                )
+        return None, None
 
     def _take(self, _: int) -> None:
         """A gradient of the model has come. Raises UsageError, if the pass began at a sum."""
@@ -101,8 +122,8 @@ class SummedLoss:
         is_first, self.has_looked = not self.has_looked, True
         if under_way is None or not under_way.begun:
             return
-        culprit = under_way.found.summed if is_first else None
-        self._bent = self._bent or (under_way.found.bent if is_first else None)
+        culprit = under_way.culprit if is_first else None
+        self._doubt = self._doubt or under_way.doubt
         if under_way.is_of_losses:
             self._terms.add_pass(under_way.begun)
         under_way.begun.clear()  # looked at
@@ -117,17 +138,12 @@ class SummedLoss:
             )
 
 
-def _look_into(losses: Sequence[Tensor], gradients: Any, num_samples: int) -> Look:
-    """What a backward pass begins at. One that is given gradients to begin with adds up the samples' losses where these
-    are ones."""
-    if gradients is None:
-        looks = [look_into(loss, num_samples) for loss in losses]
-        summed, bent = (
-            (next(filter(None, names), None) for names in zip(*looks, strict=True)) if looks else (None, None)
-        )
-        return Look(summed, bent)
-    adds = any(given.shape[:1] == (num_samples,) and bool((given == 1).all()) for given in _listed(gradients))
-    return Look("backward(ones)" if adds else None, None)
+def _is_sum_of(gradients: Sequence[Tensor], num_samples: int) -> bool:
+    """Whether a pass that is given these to begin with adds up the samples' losses, each as much as the others, and
+    more than a mean does."""
+    of_samples = [each for each in gradients if each.shape[:1] == (num_samples,) and each.numel()]
+    firsts = [(each, each.flatten()[0]) for each in of_samples]
+    return any(bool((each == first).all()) and float(first.abs()) * num_samples > 1.001 for each, first in firsts)
 
 
 def _listed(given: Any) -> list[Tensor]:

@@ -92,6 +92,10 @@ TOLD: dict[str, tuple[Loss, str]] = {
         lambda m, x, y, _: F.cross_entropy(m(x), y, ignore_index=1),
         r"the number of samples without ignore_index.*\[\(labels != ignore_index\)\.sum\(\), len\(x\)\]",
     ),
+    "classes by themselves": (
+        lambda m, x, y, _: torch.stack([losses(m, x, y)[y == c].mean() for c in range(NUM_CLASSES)]).mean(),
+        "6 on rank 0, 3 on rank 1",
+    ),
     "its own loss": (
         lambda m, x, y, _: losses(m, x, y).mean() / losses(m, x, y).detach().mean(),
         "each worker.s own batch weighs",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.training.bent import bent_among
 from paceline.training.summed_loss import SummedLoss
-from paceline.training.sums import look_into
+from paceline.training.sums import multiplied_sum_among, terms_in
 from paceline.training.terms import _MOST_NODES, Terms
 
 NUM_SAMPLES = 8
@@ -130,6 +132,7 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "by a product with ones": lambda output: torch.mm(ONES[None], squares(output).mean(1, keepdim=True))[0, 0],
     "of halves": lambda output: (squares(output) / 2).sum(),
     "of halves, multiplied": lambda output: (0.5 * squares(output)).sum(),
+    "of quotients": lambda output: (squares(output)[:, 0] / output[:, 1].exp() + output[:, 1]).sum(),
     "weighted": lambda output: (squares(output).mean(1) * torch.linspace(0.5, 1.5, NUM_SAMPLES)).sum(),
     "of some": lambda output: (squares(output).mean(1) * (torch.arange(NUM_SAMPLES) == 3)).sum(),
 }
@@ -188,6 +191,10 @@ BENT: dict[str, Callable[[Tensor], Tensor]] = {
     "a root of one of torch's losses": lambda output: nn.functional.mse_loss(output, SQUARE.detach()).sqrt(),
     "a logarithm of a mean": lambda output: output.mean() - output.exp().mean().log(),
     "a norm of all": lambda output: 0.1 * output.norm() + squares(output).mean(),
+    "the largest": lambda output: squares(output).mean(1).topk(2).values.mean(),
+    "the median": lambda output: squares(output).mean(1).median(),
+    "a deviation over the batch": lambda output: squares(output).mean() + (1 - output[:, :3].std(0)).relu().mean(),
+    "similarities": lambda output: nn.functional.cross_entropy(output @ output.t(), torch.arange(NUM_SAMPLES)),
     "a product of means": lambda output: squares(output).mean() * output.abs().mean(),
 }
 STRAIGHT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -196,13 +203,16 @@ STRAIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "a learned weight": lambda output: squares(output).mean() * torch.exp(-SCALE) + SCALE,
     "divided by a learned scale": lambda output: squares(output).mean() / SCALE.square() + SCALE.square().log(),
     "divided by its own value": lambda output: squares(output).mean() / output.detach().norm(),
+    "the largest of each sample": lambda output: output.max(1).values.mean() + output.std(1).mean(),
+    "means of means": lambda output: (output.square().mean(0) * torch.arange(8.0)).sum(),
     "a norm of weights": lambda output: squares(output).mean() + 0.1 * SQUARE[:3].norm(),
 }
 SCALE = torch.ones((), requires_grad=True)
 
 
 def bent(loss: Callable[[Tensor], Tensor]) -> str | None:
-    return look_into(loss(nn.Linear(3, NUM_SAMPLES)(torch.ones(NUM_SAMPLES, 3))), NUM_SAMPLES).bent
+    output = nn.Linear(3, NUM_SAMPLES)(torch.ones(NUM_SAMPLES, 3))
+    return bent_among(terms_in(loss(output), NUM_SAMPLES), NUM_SAMPLES)
 
 
 @pytest.mark.parametrize("loss", BENT.values(), ids=BENT)
@@ -213,3 +223,23 @@ def test_functions_of_means_that_are_not_linear_are_noticed(loss: Callable[[Tens
 @pytest.mark.parametrize("loss", STRAIGHT.values(), ids=STRAIGHT)
 def test_what_is_of_each_sample_or_of_parameters_is_linear(loss: Callable[[Tensor], Tensor]) -> None:
     assert bent(loss) is None
+
+
+@pytest.mark.parametrize(("factor", "is_told"), [(0.5, True), (16.0, True), (2.0, False), (0.1, False)])
+def test_sums_are_told_that_are_multiplied_by_too_much_for_a_mean(factor: float, is_told: bool) -> None:
+    """Workers are two."""
+    loss = factor * squares(nn.Linear(3, 2)(torch.ones(NUM_SAMPLES, 3))).sum()
+    found = multiplied_sum_among(terms_in(loss, NUM_SAMPLES), NUM_SAMPLES, 2)
+    assert found == (factor if is_told else None)
+
+
+@pytest.mark.parametrize(("given", "is_sum"), [(1.0, True), (0.5, True), (1 / NUM_SAMPLES, False)])
+def test_sums_by_given_gradients(given: float, is_sum: bool) -> None:
+    model = nn.Linear(3, NUM_SAMPLES)
+    watch = SummedLoss(list(model.parameters()), rank=1, size=2, num_samples=lambda: NUM_SAMPLES)
+    losses = squares(model(torch.ones(NUM_SAMPLES, 3))).mean(1)
+    try:
+        with pytest.raises(UsageError, match=r"backward\(ones\)") if is_sum else nullcontext():
+            losses.backward(torch.full_like(losses, given))
+    finally:
+        watch.close()

@@ -24,6 +24,8 @@ _TURNED = (
     "ExpandBackward0",
     "ViewBackward0",
 )
+_LAYERS = ("mm", "mv", "Conv", "Embedding", "Rnn", "Gru", "Lstm", "Linear")
+"""What names of nodes hold where parameters meet what has no gradient: the script's data."""
 _MOST_NODES = 1000
 
 
@@ -53,12 +55,32 @@ def _adds_samples(node: Any, num_samples: int) -> bool:
         if node is None:
             break
         inputs = [inner for inner, _ in node.next_functions if inner is not None and inner.name() != LEAF]
-        is_loss = getattr(node, "_saved_reduction", None) in (MEAN, SUM)
-        shapes = map(shape_after, inputs) if is_loss or node.name() in _REDUCED else ()
-        if any(bool(shape) and shape[0] > 0 and shape[0] % num_samples == 0 for shape in shapes):
+        if _reduces(node, inputs, num_samples) and any(map(_is_of_data, inputs)):
             return True
         if math.prod(shape_after(node)) == 1:
             left += inputs
+    return False
+
+
+def _reduces(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
+    rows = [shape[0] for inner in inputs if (shape := shape_after(inner))]
+    if getattr(node, "_saved_reduction", None) in (MEAN, SUM):
+        return any(count > 0 and count % num_samples == 0 for count in rows)
+    return node.name() in _REDUCED and num_samples in rows
+
+
+def _is_of_data(node: Any) -> bool:
+    """Whether it comes from a layer of the model, and not from parameters alone, as a penalty on weights does."""
+    left, seen = [node], set[Any]()
+    while left and len(seen) < _MOST_NODES:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        inputs = [inner for inner, _ in node.next_functions]
+        if any(part in node.name() for part in _LAYERS) and (None in inputs or "Embedding" in node.name()):
+            return True
+        left += [inner for inner in inputs if inner is not None]
     return False
 
 
@@ -90,6 +112,7 @@ def _compares(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
         return len(inputs) == 2 and shape_after(node) == (num_samples, num_samples)
     if node.name() not in _COMPARING or shape_after(inputs[0])[:1] != (num_samples,):
         return False
-    dims = getattr(node, "_saved_dim", None)
-    rank = len(shape_after(inputs[0]))
+    dims, rank = getattr(node, "_saved_dim", None), len(shape_after(inputs[0]))
+    if rank > 1 and shape_after(node)[:1] == (num_samples,):
+        return False  # there are as many samples still, or as many of something else
     return dims is None or bool({0, 2**64 - rank} & set(dims if isinstance(dims, tuple) else [dims]))

@@ -55,7 +55,7 @@ def _adds_samples(node: Any, num_samples: int) -> bool:
         if node is None:
             break
         inputs = [inner for inner, _ in node.next_functions if inner is not None and inner.name() != LEAF]
-        if _reduces(node, inputs, num_samples) and any(map(_is_of_data, inputs)):
+        if _reduces(node, inputs, num_samples) and any(map(is_of_data, inputs)):
             return True
         if math.prod(shape_after(node)) == 1:
             left += inputs
@@ -69,7 +69,7 @@ def _reduces(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
     return node.name() in _REDUCED and num_samples in rows
 
 
-def _is_of_data(node: Any) -> bool:
+def is_of_data(node: Any) -> bool:
     """Whether it comes from a layer of the model, and not from parameters alone, as a penalty on weights does."""
     left, seen = [node], set[Any]()
     while left and len(seen) < _MOST_NODES:

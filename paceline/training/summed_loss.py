@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
 from paceline.hooks import Place, backward_calls, place_in_script
-from paceline.training.bent import bent_among
+from paceline.training.bent import bent_among, is_of_data
 from paceline.training.sums import multiplied_sum_among, sum_among, terms_in
 from paceline.training.terms import Terms
 
@@ -28,8 +28,8 @@ class _Pass(NamedTuple):
 
 @final
 class SummedLoss:
-    """Looks at the losses of the first step's backward passes: before a pass, which frees what a graph has saved. The
-    first gradient of the model tells that it is one of the model's. What a script multiplies or divides is as it wants
+    """Looks at the losses of backward passes up to each optimizer's first step: before a pass, which frees what a graph
+    has saved. The first gradient of the model tells that it is one of the model's. What a script divides is as it wants
     it.
 
     Args:
@@ -85,7 +85,7 @@ class SummedLoss:
         losses = [each for each in _listed(tensors) if each.grad_fn is not None]
         num_samples = self._num_samples()
         before, culprit, doubt = self._under_way, None, None
-        if not self.has_looked and num_samples > 1:
+        if num_samples > 1:
             culprit, doubt = self._found(losses, gradients, num_samples)
         self._under_way = _Pass([each.grad_fn for each in losses], gradients is None, culprit, doubt)
         self._place = self._place if before else place_in_script()
@@ -97,9 +97,13 @@ class SummedLoss:
     def _found(self, losses: Sequence[Tensor], gradients: Any, num_samples: int) -> tuple[str | None, str | None]:
         """The name of a sum that a backward pass begins at, and what else it may begin at, in words."""
         if gradients is not None:
-            return ("backward(ones)" if _is_sum_of(_listed(gradients), num_samples) else None), None
+            is_sum = not self.has_looked and _is_sum_of(_listed(gradients), num_samples)
+            return ("backward(ones)" if is_sum else None), None
         for terms in [terms_in(loss, num_samples) for loss in losses]:
-            if culprit := sum_among(terms, num_samples):
+            culprit = sum_among(terms, num_samples)
+            if self.has_looked:  # the next passes may well be of a penalty on weights
+                culprit = culprit if all(is_of_data(term.node) for term in terms) else None
+            if culprit or self.has_looked:
                 return culprit, None
             if bent := bent_among(terms, num_samples):
                 return None, (
@@ -119,10 +123,10 @@ class SummedLoss:
     def _take(self, _: int) -> None:
         """A gradient of the model has come. Raises UsageError, if the pass began at a sum."""
         under_way, num_samples = self._under_way, self._num_samples()
-        is_first, self.has_looked = not self.has_looked, True
+        self.has_looked = True
         if under_way is None or not under_way.begun:
             return
-        culprit = under_way.culprit if is_first else None
+        culprit = under_way.culprit
         self._doubt = self._doubt or under_way.doubt
         if under_way.is_of_losses:
             self._terms.add_pass(under_way.begun)

@@ -190,6 +190,23 @@ def quotient_of_all(worker: Any) -> nn.Module:
     return model
 
 
+def second_summed(worker: Any) -> nn.Module:
+    """Two optimizers in turn, the second of which has a sum."""
+    one, other = perceptron(), perceptron()
+    first, second = momentum(one.parameters()), momentum(other.parameters())
+    one, other, first, second, data = worker.prepare(
+        one=one, other=other, first=first, second=second, data=loader_of(samples())
+    )
+    for x, y, *_ in data:
+        first.zero_grad()
+        F.cross_entropy(one(x), y).backward()
+        first.step()
+        second.zero_grad()
+        each_loss(other(x), y).sum().backward()
+        second.step()
+    return nn.ModuleDict({"one": one, "other": other})
+
+
 def of_all(worker: Any, tensor: Tensor) -> Tensor:
     return torch.cat(worker.all_gather(tensor)) if hasattr(worker, "all_gather") else tensor
 
@@ -227,5 +244,6 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "half a sum": partial(own_loop, step=partial(step_with, loss=halved)),
     "the largest losses": partial(own_loop, step=partial(step_with, loss=of_largest)),
     "a factor of its own": partial(own_loop, step=partial(step_with, loss=times_own)),
+    "a sum of the second optimizer's": second_summed,
     "a quotient of sums": partial(own_loop, step=partial(step_with, loss=quotient)),
 }

@@ -144,6 +144,7 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "a sum by a loop over outputs": {JOINT: LOOP},
     "a sum by Python": {JOINT: LOOP},
     "sums added": {JOINT: SUM_BY_HAND},
+    "a sum of the second optimizer's": {JOINT: SUM_BY_HAND},
     "a sum by einsum": {JOINT: r"rank \d: the loss is a sum over the batch \(einsum\(\) or bmm\(\)\).*take the mean"},
     "others' outputs in the loss": {(*SERVERS[1:], *ALONE): SAME_STEP},
 }

@@ -12,9 +12,11 @@ _BENT = (
     *("ReciprocalBackward0", "AbsBackward0", "LogsumexpBackward0", *NORMS),
 )
 _REDUCED = (*SUMS, *PRODUCTS, "MeanBackward0", "MeanBackward1", "LogsumexpBackward0", *NORMS)
-_CHOOSING = ("TopkBackward0", "SortBackward0", "KthvalueBackward0", "MedianBackward0", "MedianBackward1")
-_CHOOSING = (*_CHOOSING, "MaxBackward0", "MaxBackward1", "MinBackward0", "MinBackward1", "AmaxBackward0")
-_COMPARING = (*_CHOOSING, "AminBackward0", "VarBackward0", "StdBackward0", "VarMeanBackward0", "StdMeanBackward0")
+_COMPARING = (
+    *("TopkBackward0", "SortBackward0", "KthvalueBackward0", "MedianBackward0", "MedianBackward1"),
+    *("MaxBackward0", "MaxBackward1", "MinBackward0", "MinBackward1", "AmaxBackward0", "AminBackward0"),
+    *("VarBackward0", "StdBackward0", "VarMeanBackward0", "StdMeanBackward0"),
+)
 _DISTANCES = ("MmBackward0", "CdistBackward0", "EuclideanDistBackward0", "PdistBackward0")
 _TURNED = (
     "TBackward0",

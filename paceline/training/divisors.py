@@ -114,7 +114,7 @@ class Divisors:
             self._tell_of_factors(place, values)
             return
         what = f"{kind} of each worker's own batch" if kind else "what each worker's own batch weighs"
-        if values:
+        if values and not is_factor:
             what += f" ({_by_rank(values)})"
         means = "" if kind else ", `own` what it weighs, such as mask.sum(),"
         place.warn(

@@ -93,6 +93,8 @@ def _is_over_samples(term: Term, num_samples: int) -> bool:
     node, rows = term.node, term.weights.shape[:1]
     if not term.summed or term.is_divided or _is_unread(node) or node.name() == _STACKED or _is_mean_over_rows(node):
         return False  # what the script has stacked are losses, each with a mean of its own
+    if not term.weights.dim() or not term.weights.numel():
+        return False  # one number, as often as there are samples
     has_rows = term.has_rows or (node.name() != LEAF and tuple(rows) == (num_samples,))
     is_one_each = getattr(node, "_saved_reduction", None) == _ONE_EACH and bool(rows) and rows[0] % num_samples == 0
     return (has_rows or is_one_each) and not _add_up_to_one(term.weights)
@@ -100,7 +102,7 @@ def _is_over_samples(term: Term, num_samples: int) -> bool:
 
 def _add_up_to_one(weights: Tensor) -> bool:
     """All, or those of samples, each of which has several alike."""
-    sizes = weights.abs().flatten(1).double() if weights.dim() > 1 else weights.abs().double()[:, None]
+    sizes = weights.abs().double().reshape(len(weights), -1)
     totals = float(sizes.sum()), float(sizes.amax(1).sum())
     is_mask = bool(((weights == 0) | (weights == 1)).all())
     return not is_mask and any(math.isclose(total, 1.0, rel_tol=_ROUNDING) for total in totals)

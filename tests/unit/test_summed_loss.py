@@ -98,6 +98,16 @@ def test_as_many_terms_as_samples_are_refused_only_if_cut_out_of_the_batch(depth
     assert terms.are_apart(4) == are_apart
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * x
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient
+
+
 def squares(output: Tensor) -> Tensor:
     return output.square()
 
@@ -132,6 +142,7 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "by a product with ones": lambda output: torch.mm(ONES[None], squares(output).mean(1, keepdim=True))[0, 0],
     "of halves": lambda output: (squares(output) / 2).sum(),
     "of halves, multiplied": lambda output: (0.5 * squares(output)).sum(),
+    "of a function of the script's own": lambda output: Doubled.apply(squares(output)).sum(),
     "of quotients": lambda output: (squares(output)[:, 0] / output[:, 1].exp() + output[:, 1]).sum(),
     "weighted": lambda output: (squares(output).mean(1) * torch.linspace(0.5, 1.5, NUM_SAMPLES)).sum(),
     "of some": lambda output: (squares(output).mean(1) * (torch.arange(NUM_SAMPLES) == 3)).sum(),
@@ -158,6 +169,9 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "covariances": lambda output: ((output.t() @ output) / NUM_SAMPLES).fill_diagonal_(0).square().mean(),
     "a penalty alone": lambda output: output.mean() + SQUARE.norm() ** 2,
     "multiplied": lambda output: squares(output).sum() * 0.1,
+    "a mean as often as samples": lambda output: squares(output).mean().expand(NUM_SAMPLES).sum(),
+    "nothing": lambda output: output[:, :0].sum() + squares(output).mean(),
+    "behind a function of the script's own": lambda output: Doubled.apply(squares(output).mean()),
     "of as many weights, beside a mean": lambda output: squares(output).mean() + SQUARE.square().sum(),
 }
 ONES, WEIGHTS = torch.ones(NUM_SAMPLES), torch.arange(float(NUM_SAMPLES)).softmax(0)

@@ -277,6 +277,11 @@ class GradientBuckets:
 
     def _refusal(self, index: int, gradient: Tensor) -> str:
         prepared, now = self.layout.specs[index].dtype, gradient.dtype
+        if gradient is self.parameters[index] and now is prepared and self.views[index].is_shared():
+            return (
+                f"the script has moved the gradient of {self._name(index)!r} into shared memory (share_memory_()), and "
+                "it is no longer where workers exchange it; share a copy: parameter.grad.clone().share_memory_()"
+            )
         if now is not prepared or gradient is self.parameters[index]:
             became = f"is {now} instead of {prepared}" if now is not prepared else "was moved or converted meanwhile"
             return (

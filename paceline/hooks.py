@@ -2,12 +2,14 @@
 listening to calls of functions that tell nobody."""
 
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from types import FrameType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 from weakref import WeakMethod, WeakSet
 
 import torch
@@ -76,7 +78,8 @@ class Listening:
 
     Args:
         owner: what has the function as its attribute `name`.
-        call: takes the call, and is given who listens, the function, and its arguments.
+        call: takes the call, and is given who listens, the function, and its arguments. Where several listen, the
+            function is the next one's call.
     """
 
     def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
@@ -84,28 +87,31 @@ class Listening:
         self._listening: WeakSet[Any] = WeakSet()
         self._own: Callable[..., Any] | None = None
         self._heard: Callable[..., Any] | None = None
-        self._here: ContextVar[Any] = ContextVar(f"listening_to_{name}", default=None)
+        self._here: ContextVar[tuple[Any, ...]] = ContextVar(f"listening_to_{name}", default=())
         """Who listens here: virtual workers have a context each."""
 
     def add(self, listener: Any) -> None:
+        others = (each for each in self._here.get() if each is not listener and each in self._listening)
+        self._here.set((*others, listener))
         self._listening.add(listener)
-        self._here.set(listener)
         if self._own is not None:
             return
         self._own = own = getattr(self._owner, self._name)
 
         @wraps(own)
         def heard(*arguments: Any, **named: Any) -> Any:
-            listener = self._here.get()
-            if listener is None or listener not in self._listening:
-                return own(*arguments, **named)
-            return self._call(listener, own, *arguments, **named)
+            call = own
+            for listener in self._here.get():
+                if listener in self._listening:
+                    call = partial(self._call, listener, call)
+            return call(*arguments, **named)
 
         self._heard = heard
         setattr(self._owner, self._name, heard)
 
     def remove(self, listener: Any) -> None:
         self._listening.discard(listener)
+        self._here.set(tuple(each for each in self._here.get() if each is not listener))
         if not self._listening and self._own is not None and getattr(self._owner, self._name) is self._heard:
             setattr(self._owner, self._name, self._own)
             self._own = None
@@ -113,21 +119,48 @@ class Listening:
     @contextmanager
     def unheard(self) -> Iterator[None]:
         """Nobody hears of calls inside."""
-        before = self._here.set(None)
+        before = self._here.set(())
         try:
             yield
         finally:
             self._here.reset(before)
 
 
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+def _listened_to(listener: Any, backward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    return listener.look(backward, *arguments, **named)
 
 
-def place_of(frame: FrameType) -> str:
-    """Where a script calls what runs in this frame, as `train.py:31`: torch's own files are passed over."""
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+backward_calls = Listening(torch.autograd, "backward", _listened_to)
+"""Has the method `look` of who listens take the script's backward passes, given torch's own function and what the
+script gives it."""
+
+_PACKAGE = os.path.dirname(__file__)
+_LAYERS = (os.path.join(_PACKAGE, name) for name in ("strategies", "training"))
+_BENEATH = (__file__, *(os.path.join(path, "") for path in (os.path.dirname(torch.__file__), *_LAYERS)))
+
+
+class Place(NamedTuple):
+    """A line of a script."""
+
+    file: str
+    line: int
+    module: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+    def warn(self, message: str) -> None:
+        """As if this line warned, for filters and for whoever reads it."""
+        warnings.warn_explicit(message, UserWarning, self.file, self.line, module=self.module)
+
+
+def place_in_script() -> Place:
+    """The line that the script has come to: files of torch, and of what acts for the script in its steps, are passed
+    over."""
+    frame: FrameType = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BENEATH):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "__main__"))
 
 
 def _nothing(*_: object) -> None:

@@ -23,6 +23,10 @@ _NOTHING_TRAINED = (
 _NOTHING_STEPPED = (
     "No step was recorded: the script made none with an hvd.DistributedOptimizer, which strategy horovod records."
 )
+_ONE_ROUND = (
+    "the run had no second round: each worker took its {} steps alone, and workers compared learning rates and steps "
+    "at the end only; let it train longer, or choose shorter rounds (--option every=N)"
+)
 _ENDED_EARLY = {
     "script": "The script ended by itself after {:,} of {:,} rounds: a pass over its loader is one client's turn, and "
     "it makes no more; let it loop longer, since its loop ends with the run.",
@@ -216,6 +220,8 @@ def run(
     if early is not None and resume is None:
         said = _ENDED_EARLY[early.details["by"]].format(result.iteration, early.details["wanted"])
         console.print(said, markup=False, highlight=False, soft_wrap=True)
+    if (alone := next((event for event in result.events if event.name == "one_round"), None)) is not None:
+        console.print(_ONE_ROUND.format(alone.details["steps"]), markup=False, highlight=False, soft_wrap=True)
     if timeline:
         Console(soft_wrap=True).print(f"Timeline: {_timeline_of(result.directory)}", markup=False, highlight=False)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from paceline.errors import Aborted, CallMismatch, DeadlineExceeded, PeerLost, TensorMismatch
+from paceline.errors import Aborted, CallMismatch, DeadlineExceeded, PacelineError, PeerLost, TensorMismatch
 
 FAILURES = (PeerLost, DeadlineExceeded, Aborted, TensorMismatch)
 """What ends a collective, unlike a mistake in the arguments of a call."""
@@ -11,6 +11,11 @@ ALIKE = (
     "as where worker.all_reduce has given all the same loss (inside `with worker.meeting(...)`, where the strategy "
     "refuses it in the loop)"
 )
+
+
+def is_of_calls(error: PacelineError) -> bool:
+    """Whether ranks make different calls: found by this rank, or by one that has left for it."""
+    return isinstance(error, CallMismatch) or (isinstance(error, PeerLost) and ALIKE.partition(",")[0] in str(error))
 
 
 def disagreement(operations: Mapping[int, str]) -> CallMismatch:

@@ -90,9 +90,18 @@ def run_program(program: Program) -> None:
             raise ScriptExit(f"the script ended with sys.exit({exit_.code!r})") from None
 
 
+_IN_PLACE = "modified by an inplace operation"  # torch's own words
+_OF_A_GRADIENT = (
+    " If what the graph has kept is a parameter's gradient: its memory takes the next one, and what all workers make "
+    "of it. Keep a copy in another graph: parameter.grad.clone()"
+)
+
+
 def outcome_of(error: BaseException, *, num_steps: int) -> Outcome:
     name = type(error).__name__
     message = str(error)
+    if isinstance(error, RuntimeError) and _IN_PLACE in message:
+        message = message.rstrip() + _OF_A_GRADIENT
     return Outcome(
         num_steps=num_steps,
         error=f"{name}: {message}" if message else name,

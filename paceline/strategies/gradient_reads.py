@@ -8,7 +8,7 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.hooks import place_of
+from paceline.hooks import place_in_script
 
 _GRADIENT: Any = Tensor.grad
 _CLEARING = {inspect.unwrap(kind.zero_grad).__code__ for kind in (Optimizer, nn.Module)}
@@ -46,7 +46,7 @@ class _Watched(nn.Parameter):
     def grad(self) -> Any:
         reader = sys._getframe(1)
         if reader.f_code not in _CLEARING:
-            self.__dict__[_MARK] = place_of(reader)
+            self.__dict__[_MARK] = str(place_in_script())
         return _GRADIENT.__get__(self)
 
     @grad.setter

@@ -1,6 +1,5 @@
 """One worker's half of the parameter servers: gradients go to the servers, parameters come back."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,6 +13,7 @@ from paceline.buckets import GradientBuckets
 from paceline.codec import TensorCodec
 from paceline.comm.base import Store, Timing
 from paceline.errors import UsageError
+from paceline.hooks import place_in_script
 from paceline.layout import Layout, by_group
 from paceline.server.coded_push import PushCoding
 from paceline.server.spec import Push, Reply
@@ -218,10 +218,9 @@ class ServerSynchronizer(Synchronizer):
         self._has_left, self._is_left_to_script = True, self._is_joint
         changed = None if self._is_joint or not self.context.is_first else self._owned.changed()
         if changed is not None:
-            warnings.warn(
+            place_in_script().warn(
                 f"after its last step the script changed parameter {changed!r} on rank {self.context.rank}; the run's "
-                "model is the servers', without that: save what you have changed yourself, or use ps-bsp or all-reduce",
-                stacklevel=1,
+                "model is the servers', without that: save what you have changed yourself, or use ps-bsp or all-reduce"
             )
         self._store.leave()
 

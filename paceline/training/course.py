@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import final
 
-from paceline.errors import BudgetReached, CallMismatch, NonFiniteGradient, PacelineError, UsageError
+from paceline.comm.rank_errors import is_of_calls
+from paceline.errors import BudgetReached, CallMismatch, NonFiniteGradient, PacelineError, PeerLost, UsageError
 from paceline.records import StepRecord
 from paceline.strategies.base import StepOutcome
 from paceline.training.cadence import Cadence
@@ -239,7 +240,9 @@ class Course:
         """
         try:
             self._finish()
-        except CallMismatch as error:
+        except (CallMismatch, PeerLost) as error:
+            if not is_of_calls(error):
+                raise
             progress = self._run.prepared.handouts.progress()
             raise UsageError(
                 f"the script of rank {self._run.context.rank} has ended after {progress.num_steps} steps on "
@@ -266,6 +269,10 @@ class Course:
             wanted = run.config.max_steps or 0
             if run.iteration < wanted:
                 run.tell("ended_early", {"wanted": wanted, "by": synchronizer.ended_by or "script"})
+        elif (
+            run.traits.unit == "round" and run.traits.takes_equal_steps and run.context.has_peers and run.iteration < 2
+        ):
+            run.tell("one_round", {"steps": run.steps})
         while not self._meet(is_done=True):
             pass
 

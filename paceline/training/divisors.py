@@ -1,17 +1,14 @@
 """Notices a loss that each rank divides by what its own batch weighs, where workers average such losses."""
 
 import math
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple, final
 
-import torch
 from torch import Tensor
 
-from paceline.hooks import Listening, place_of
-from paceline.training.terms import MEAN, PASSED_THROUGH, SUM, shape_after
+from paceline.hooks import Place, backward_calls, place_in_script
+from paceline.training.terms import MEAN, PASSED_THROUGH, SUM, TELLS_PACKED, is_packed, number_in, saved_by, shape_after
 
 _MULTIPLIED = ("MulBackward0", "MulBackward1")
 _NOT_GIVEN = -100 % 2**64  # of `ignore_index`, as nodes keep it
@@ -26,30 +23,32 @@ _FORMULAS = {
 _MOST_TERMS = 16
 _ROUNDING = 1e-5
 """By which processors of different kinds may differ."""
-_TELLS_PACKED = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
-"""Which torch has not always done."""
 
 
 class _Divisor(NamedTuple):
     value: float
     """NaN where nothing tells."""
+    factor: float
+    """What the script multiplies the quotient by, as a whole; NaN where nothing tells."""
     what: str
     """What it is of the batch, where one of torch's own losses has it; else empty."""
 
 
 class _Pass(NamedTuple):
     values: list[float]
-    """The samples of its batch, and what the terms of its loss are divided by."""
+    """The samples of its batch, the sum of what the terms of its loss are multiplied by, and what each is divided
+    by."""
     what: str
     """As a divisor's."""
-    place: str
-    """In the script."""
+    place: Place
+    """Of its call."""
 
 
 @final
 class Divisors:
     """Looks, while it listens, at what the losses are divided by that backward passes begin at. What a mean divides by
-    counts, as does what the script divides by itself; what it multiplies by does not.
+    counts, as does what the script divides by itself. What it multiplies by counts as a sum: who mixes up samples draws
+    factors of each rank's own, which add up to one.
 
     Args:
         num_samples: of the batch that the script has got last.
@@ -64,15 +63,15 @@ class Divisors:
     def begin(self) -> None:
         """Look at the next backward passes."""
         self._passes = []
-        if _TELLS_PACKED:
-            _calls.add(self)
+        if TELLS_PACKED:
+            backward_calls.add(self)
 
     def take(self) -> None:
         """The pass under way brings a gradient of the model."""
         self._is_the_models = True
 
     def close(self) -> None:
-        _calls.remove(self)
+        backward_calls.remove(self)
 
     def look(self, backward: Callable[..., Any], tensors: Any, *more: Any, **named: Any) -> Any:
         """The script calls `backward`. The pass frees what its graph has saved, so this is read before it."""
@@ -85,9 +84,10 @@ class Divisors:
         self._is_the_models = False
         result = backward(tensors, *more, **named)
         if self._is_the_models:
-            values = [self._num_samples(), *(each.value for each in found)]
+            factor = sum(each.factor for each in found)
+            values = [self._num_samples(), factor, *(each.value for each in found)]
             what = next((each.what for each in found if each.what), "")
-            self._passes.append(_Pass(values, what, place_of(sys._getframe(2))))
+            self._passes.append(_Pass(values, what, place_in_script()))
         return result
 
     def said(self) -> list[list[float]]:
@@ -109,89 +109,94 @@ class Divisors:
         if told is None:
             return
         self._has_told = True
-        (_, kind, place), values = told
+        (_, kind, place), (values, is_factor) = told[0], told[1] or ((), False)
+        if is_factor and not kind:
+            self._tell_of_factors(place, values)
+            return
         what = f"{kind} of each worker's own batch" if kind else "what each worker's own batch weighs"
-        if values:
-            what += f" ({', '.join(f'{value:.4g} on rank {rank}' for rank, value in enumerate(values))})"
+        if values and not is_factor:
+            what += f" ({_by_rank(values)})"
         means = "" if kind else ", `own` what it weighs, such as mask.sum(),"
-        warnings.warn(
+        place.warn(
             f"the loss at {place} is divided by {what}, and workers average such losses; one process would divide "
             f"once, by that of all their batches. For the same, with x the batch{means} and `summed` its loss before "
             f"it is divided, or with reduction='sum': total, num = worker.all_reduce_tree([{_FORMULAS[kind]}, len(x)], "
             "op='sum'); loss = summed / total * num / len(x). For strategies that refuse this in the loop, and need it "
-            "not, let it depend on worker.strategy.traits.lock_step, as docs/script.md shows",
-            stacklevel=2,
+            "not, let it depend on worker.strategy.traits.lock_step, as docs/script.md shows"
+        )
+
+    def _tell_of_factors(self, place: Place, factors: Sequence[float]) -> None:
+        place.warn(
+            f"the loss at {place} is multiplied by a number of each worker's own ({_by_rank(factors)}), and workers "
+            "average such losses; one process would multiply once. Take a number that is the same on all: "
+            "worker.all_reduce(torch.tensor(factor), op='mean')"
         )
 
 
-def _unlike(passes: Sequence[Sequence[float]]) -> Sequence[float] | None:
-    """What one term was divided by on each rank, if it was not the same for as many samples and terms."""
+def _by_rank(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g} on rank {rank}" for rank, value in enumerate(values))
+
+
+def _unlike(passes: Sequence[Sequence[float]]) -> tuple[Sequence[float], bool] | None:
+    """What one term was divided by on each rank, or all were multiplied by, if it was not the same for as many samples
+    and terms; and whether it is the latter."""
     if len({(each[0], len(each)) for each in passes}) > 1:
         return None
-    for values in zip(*passes, strict=True):
+    for number, values in enumerate(zip(*passes, strict=True)):
         is_known = all(map(math.isfinite, values))
         if is_known and not all(math.isclose(value, values[0], rel_tol=_ROUNDING) for value in values):
-            return values
+            return values, number == 1
     return None
 
 
 def _divisors_in(roots: Sequence[Any]) -> list[_Divisor]:
     """Of the first sums and means that the losses with these graphs are made of by adding, multiplying and dividing."""
-    left, seen, found = [(root, 1.0) for root in reversed(roots)], set(), list[_Divisor]()
+    left, seen, found = [(root, 1.0, 1.0) for root in reversed(roots)], set(), list[_Divisor]()
     while left and len(found) < _MOST_TERMS:
-        node, divisor = left.pop()
+        node, divisor, factor = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         inputs = [inner for inner, _ in node.next_functions]
         if node.name() == "DivBackward0":
             if not any(inputs[1:]):  # else the quotient is no sum any more
-                left.append((inputs[0], divisor * _number_in(node, "other")))
+                left.append((inputs[0], divisor * number_in(node, "other"), factor))
         elif node.name() in (*PASSED_THROUGH, *_MULTIPLIED):
-            left += [(inner, divisor) for inner in reversed(inputs)]
-        elif (own := _own_divisor(node)) is not None:
-            found.append(_Divisor(divisor * own.value, own.what))
+            if node.name() in _MULTIPLIED:
+                factor *= number_in(node, "other" if inputs[0] is not None else "self") if not all(inputs) else math.nan
+            left += [(inner, divisor, factor) for inner in reversed(inputs)]
+        elif (own := _own_divisor(node)) is not None and (stacked := _stacked_in(inputs)):
+            left += [(inner, divisor * own.value, factor) for inner in reversed(stacked)]
+        elif own is not None:
+            found.append(own._replace(value=divisor * own.value, factor=factor))
     return found
+
+
+def _stacked_in(inputs: Sequence[Any]) -> list[Any]:
+    """Losses that the script has put into one tensor, to add them up or to take their mean."""
+    inner = inputs[0] if inputs else None
+    if inner is None or inner.name() != "StackBackward0":
+        return []
+    losses = [loss for loss, _ in inner.next_functions]
+    return losses if all(loss is not None and not shape_after(loss) for loss in losses) else []
 
 
 def _own_divisor(node: Any) -> _Divisor | None:
     """What a sum or mean divides by itself; none if it is something else."""
     reduction, name = getattr(node, "_saved_reduction", None), node.name()
     if reduction == MEAN and hasattr(node, "_saved_ignore_index"):
-        return _Divisor(_number_in(node, "total_weight"), _what_weighs(node))
+        return _Divisor(number_in(node, "total_weight"), 1.0, _what_weighs(node))
     if reduction == MEAN or name.startswith("MeanBackward"):
         inner = next((inner for inner, _ in node.next_functions if inner is not None), None)
-        return _Divisor(math.prod(shape_after(inner)), "")
+        return _Divisor(math.prod(shape_after(inner)), 1.0, "")
     if reduction == SUM or name.startswith(("SumBackward", "NansumBackward")) or name == "DotBackward0":
-        return _Divisor(1.0, "")
+        return _Divisor(1.0, 1.0, "")
     return None
 
 
 def _what_weighs(node: Any) -> str:
     """What one of torch's losses divides by, if the script has asked for another number than that of the samples."""
     leaves_out = node._saved_ignore_index != _NOT_GIVEN
-    if _is_packed(node, "weight") or _saved(node, "weight") is not None:
+    if is_packed(node, "weight") or saved_by(node, "weight") is not None:
         return _WEIGHTS_LEFT if leaves_out else _WEIGHTS
     return _NUMBER if leaves_out else ""
-
-
-def _number_in(node: Any, name: str) -> float:
-    """That a node has saved; NaN if it has not."""
-    saved = _saved(node, name)
-    return float(saved) if saved is not None and saved.numel() == 1 and not saved.is_complex() else math.nan
-
-
-def _saved(node: Any, name: str) -> Any:
-    """None as well if looking would unpack it, as checkpoints allow once alone, or if an earlier pass has freed it, as
-    it may what `backward(inputs=...)` leaves out."""
-    try:
-        return None if _is_packed(node, name) else getattr(node, f"_saved_{name}", None)
-    except RuntimeError:
-        return None
-
-
-def _is_packed(node: Any, name: str) -> bool:
-    return getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None
-
-
-_calls = Listening(torch.autograd, "backward", Divisors.look)

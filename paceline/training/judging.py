@@ -1,12 +1,12 @@
 """What rank 0 finds when it judges models, and whether the run's target is reached by that."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, final
 
 from torch import nn
 
 from paceline.errors import UsageError, unknown
+from paceline.hooks import place_in_script
 from paceline.interval import Count
 from paceline.records import EvaluationRecord
 from paceline.training import snapshot
@@ -111,11 +111,10 @@ class Judge:
             if strange is None:
                 return self._evaluated(model, earlier.at, earlier.at.s, is_put_back=True)
         kept.leave_out()
-        warnings.warn(
+        place_in_script().warn(
             f"the model of iteration {earlier.at.iterations} is not evaluated: it was kept to be judged later, and "
             f"since then the script has changed the model, in which {strange!r} is new, gone or of another shape; "
-            "change it before prepare, or use --keep-best, with which all workers wait for evaluations",
-            stacklevel=2,
+            "change it before prepare, or use --keep-best, with which all workers wait for evaluations"
         )
         return None
 

@@ -1,7 +1,6 @@
 """Notices that all ranks compute the same gradients, though the batches that they were given differ."""
 
 import hashlib
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.hooks import OwnHook
+from paceline.hooks import OwnHook, place_in_script
 from paceline.strategies.digests import digest
 from paceline.training.divisors import Divisors
 from paceline.training.same_weights import SameWeights
@@ -93,13 +92,12 @@ class SameGradients:
         self._num_looks = self._num_looks + 1 if is_alike and gradients != self._before else 0
         self._before = gradients
         if self._num_looks == _NUM_LOOKS and self._is_first:
-            warnings.warn(
+            place_in_script().warn(
                 f"all {self._size} ranks compute the same gradients, step after step, though the prepared loader gives "
                 "each other batches: if the script trains on data that are the same on every rank, such as tensors "
                 "that it slices or draws itself, all workers do what one would. Loop over what prepare returned, or "
                 "take this rank's part of the data (data[worker.rank :: worker.size]); if it is to be so, set "
-                f"loader.dataset.{DIFFERS} = True",
-                stacklevel=2,
+                f"loader.dataset.{DIFFERS} = True"
             )
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from paceline.training.sharding import DIFFERS, UnpreparedLoaders
 from paceline.training.summed_loss import SummedLoss
 from paceline.training.worker_run import WorkerRun
 
+_MOST_LOOKS = 8
 Update = Callable[[], object]
 """The script's own optimizer step."""
 
@@ -39,6 +40,8 @@ class Steps:
     ) -> None:
         self._run, self._course, self._cadence = run, course, cadence
         self._summed_loss, self._loaders = summed_loss, loaders
+        self._yet_to_step: set[Synchronizer] = set()  # whose optimizers have not stepped, and how often others may
+        self._num_looks = _MOST_LOOKS
         self._is_stepping = False
         self._told: Mapping[str, object] = {}
 
@@ -51,8 +54,9 @@ class Steps:
         """Replace the optimizer's step on this object alone, so that schedulers and scalers keep hold of it."""
         own_step = optimizer.step
         evaluates = may_evaluate(optimizer)
+        self._yet_to_step.add(synchronizer)
         begin_step = self._course.begin_step if is_first else self._begin_beside
-        take_step = self._step if is_first else partial(self._step_beside, synchronizer)
+        take_step = partial(self._step, synchronizer) if is_first else partial(self._step_beside, synchronizer)
 
         def step(this: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             loss: list[Any] = [None]
@@ -93,7 +97,18 @@ class Steps:
             self._summed_loss.close()
             self._summed_loss = None
 
-    def _step(self, update: Update, *, is_computed: bool = True) -> None:
+    def _look_at_losses(self, synchronizer: Synchronizer) -> None:
+        """Until each optimizer has stepped once, or others have many times meanwhile."""
+        if self._summed_loss is None or not self._summed_loss.has_looked:
+            return
+        if self._num_looks == _MOST_LOOKS:
+            self._summed_loss.end_step()
+        self._num_looks -= 1
+        self._yet_to_step.discard(synchronizer)
+        if not self._yet_to_step or not self._num_looks:
+            self.close()
+
+    def _step(self, synchronizer: Synchronizer, update: Update, *, is_computed: bool = True) -> None:
         """One step of the first optimizer, and its record: what of its time was computing, moving tensors, and waiting
         for others.
 
@@ -108,9 +123,8 @@ class Steps:
             self._require_batch()
         if self._loaders.passes:
             self._loaders.look(prepared.handouts.progress().num_batches)
-        if self._summed_loss is not None and self._summed_loss.has_looked:
-            self._summed_loss.end_step()
-            self.close()
+        if self._summed_loss is not None:
+            self._look_at_losses(synchronizer)
         if is_computed:
             prepared.handouts.take_what_was_set()
         self._change_weights()
@@ -146,6 +160,8 @@ class Steps:
         """One step of another optimizer. It belongs to the first one's step before it in its round of the script's
         loop, or to the next one; so also to the last, after which the run has ended already."""
         self._begin_beside()
+        if self._summed_loss is not None:
+            self._look_at_losses(synchronizer)
         self._change_weights()
         try:
             synchronizer.step(update, pause_at=NEVER)

@@ -1,29 +1,36 @@
 """Notices a loss that is a sum over its batch, where workers average gradients as if it were a mean."""
 
-import sys
-import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from operator import is_
-from types import FrameType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
-import torch
 from torch import Tensor, nn
 
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
-from paceline.training.sums import sum_in
+from paceline.hooks import Place, backward_calls, place_in_script
+from paceline.training.bent import bent_among, is_of_data
+from paceline.training.sums import multiplied_sum_among, sum_among, terms_in
 from paceline.training.terms import Terms
 
-_BACKWARD = torch.autograd.backward.__code__
+
+class _Pass(NamedTuple):
+    """A backward pass under way."""
+
+    begun: list[Any]
+    """Nodes of what it begins at."""
+    is_of_losses: bool
+    """No gradients are given for what it begins at."""
+    culprit: str | None
+    """The name of a sum."""
+    doubt: str | None
+    """What it may be, in words."""
 
 
 @final
 class SummedLoss:
-    """Looks at the losses of the first step's backward passes, while their gradients come: a pass has been called
-    further up the stack on a CPU, and in the script's own thread on a GPU, whose passes run in a thread of their own.
-    What a script multiplies or divides is as it wants it.
+    """Looks at the losses of backward passes up to each optimizer's first step: before a pass, which frees what a graph
+    has saved. The first gradient of the model tells that it is one of the model's. What a script divides is as it wants
+    it.
 
     Args:
         num_samples: of the batch that the script has got last.
@@ -34,12 +41,15 @@ class SummedLoss:
     ) -> None:
         self._rank, self._size, self._num_samples = rank, size, num_samples
         self.has_looked = False
-        self._begun: list[Any] = []  # what the pass that was looked at last began at
+        self._under_way: _Pass | None = None
         self._terms = Terms()
-        self._thread = threading.get_ident()
-        self._hooks = [when_gradient_is_ready(parameter, self._look, 0) for parameter in parameters]
+        self._doubt: str | None = None
+        self._place: Place | None = None  # of the last pass
+        self._hooks = [when_gradient_is_ready(parameter, self._take, 0) for parameter in parameters]
+        backward_calls.add(self)
 
     def close(self) -> None:
+        backward_calls.remove(self)
         for hook in self._hooks:
             hook.remove()
 
@@ -50,7 +60,9 @@ class SummedLoss:
         if self._rank != 0:
             return
         num_samples = self._num_samples()
-        if self._terms.are_parts(num_samples):
+        if self._doubt is not None and self._place is not None:
+            self._place.warn(self._doubt)
+        elif self._terms.are_parts(num_samples):
             what = "the script calls backward() for one part of a batch after the other"
             self._warn(what, "parts", unless="the gradients are divided afterwards")
         elif self._terms.are_apart(num_samples):
@@ -58,31 +70,69 @@ class SummedLoss:
             self._warn(what, "terms", unless="each is of a model of its own")
 
     def _warn(self, what: str, parts: str, *, unless: str) -> None:
-        warnings.warn(
+        assert self._place is not None
+        self._place.warn(
             f"{what}, and nothing divides these losses: their gradients add up to a sum over the batch, and workers "
             f"average gradients as if it were a mean, so that a step is {self._size} times smaller than one process "
-            f"would take with the same batches; divide each loss by the number of {parts}, unless {unless}",
-            stacklevel=5,
+            f"would take with the same batches; divide each loss by the number of {parts}, unless {unless}"
         )
 
-    def _look(self, _: int) -> None:
-        """Raises UsageError for a sum."""
-        frame = _backward_above(sys._getframe()) or _backward_above(sys._current_frames().get(self._thread))
-        if frame is None:
-            self.has_looked = True
-            return
-        tensors, gradients = _listed(frame.f_locals["tensors"]), frame.f_locals["grad_tensors"]
-        begun = [tensor.grad_fn for tensor in tensors]
-        if len(begun) == len(self._begun) and all(map(is_, begun, self._begun)):
-            return
-        self._begun = begun
-        if gradients is None:
-            self._terms.add_pass(begun)
+    def look(self, backward: Callable[..., Any], tensors: Any, *more: Any, **named: Any) -> Any:
+        """The script calls `backward`; or a checkpoint does, inside of such a pass."""
+        if isinstance(tensors, Iterator):
+            tensors = tuple(tensors)
+        gradients = more[0] if more else named.get("grad_tensors")
+        losses = [each for each in _listed(tensors) if each.grad_fn is not None]
         num_samples = self._num_samples()
-        culprit = None if self.has_looked else next(filter(None, _sums(begun, gradients, num_samples)), None)
+        before, culprit, doubt = self._under_way, None, None
+        if num_samples > 1:
+            culprit, doubt = self._found(losses, gradients, num_samples)
+        self._under_way = _Pass([each.grad_fn for each in losses], gradients is None, culprit, doubt)
+        self._place = self._place if before else place_in_script()
+        try:
+            return backward(tensors, *more, **named)
+        finally:
+            self._under_way = before
+
+    def _found(self, losses: Sequence[Tensor], gradients: Any, num_samples: int) -> tuple[str | None, str | None]:
+        """The name of a sum that a backward pass begins at, and what else it may begin at, in words."""
+        if gradients is not None:
+            is_sum = not self.has_looked and _is_sum_of(_listed(gradients), num_samples)
+            return ("backward(ones)" if is_sum else None), None
+        for terms in [terms_in(loss, num_samples) for loss in losses]:
+            culprit = sum_among(terms, num_samples)
+            if self.has_looked:  # the next passes may well be of a penalty on weights
+                culprit = culprit if all(is_of_data(term.node) for term in terms) else None
+            if culprit or self.has_looked:
+                return culprit, None
+            if bent := bent_among(terms, num_samples):
+                return None, (
+                    f"the loss is a function of sums or means over the batch that is not linear, or compares its "
+                    f"samples ({bent}): workers average what each makes of its own batch, and one process would make "
+                    "it of all their batches. Take it of each sample and then the mean, where it may be; "
+                    "docs/script.md shows one of all batches"
+                )
+            if factor := multiplied_sum_among(terms, num_samples, self._size):
+                return None, (
+                    f"the loss is {factor:g} times a sum over the batch, and workers average gradients as if it were "
+                    f"a mean, so that a step is {self._size} times smaller than one process would take with the same "
+                    "batches, unless the factor is to make up for it; take the mean, or multiply by worker.size, too"
+                )
+        return None, None
+
+    def _take(self, _: int) -> None:
+        """A gradient of the model has come. Raises UsageError, if the pass began at a sum."""
+        under_way, num_samples = self._under_way, self._num_samples()
+        self.has_looked = True
+        if under_way is None or not under_way.begun:
+            return
+        culprit = under_way.culprit
+        self._doubt = self._doubt or under_way.doubt
+        if under_way.is_of_losses:
+            self._terms.add_pass(under_way.begun)
+        under_way.begun.clear()  # looked at
         if culprit is None and self._terms.are_one_a_sample(num_samples):
             culprit = f"{num_samples} terms, one a sample"
-        self.has_looked = True
         if culprit is not None and num_samples > 1:
             raise UsageError(
                 f"rank {self._rank}: the loss is a sum over the batch ({culprit}), and workers average gradients as if "
@@ -92,19 +142,12 @@ class SummedLoss:
             )
 
 
-def _sums(begun: Sequence[Any], gradients: Any, num_samples: int) -> Iterator[str | None]:
-    """The names of the sums among what a backward pass began at. One that was given gradients to begin with adds up the
-    samples' losses where these are ones."""
-    if gradients is None:
-        yield from (sum_in(node, num_samples) for node in begun)
-    elif any(given.shape[:1] == (num_samples,) and bool((given == 1).all()) for given in _listed(gradients)):
-        yield "backward(ones)"
-
-
-def _backward_above(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code is not _BACKWARD:
-        frame = frame.f_back
-    return frame
+def _is_sum_of(gradients: Sequence[Tensor], num_samples: int) -> bool:
+    """Whether a pass that is given these to begin with adds up the samples' losses, each as much as the others, and
+    more than a mean does."""
+    of_samples = [each for each in gradients if each.shape[:1] == (num_samples,) and each.numel()]
+    firsts = [(each, each.flatten()[0]) for each in of_samples]
+    return any(bool((each == first).all()) and float(first.abs()) * num_samples > 1.001 for each, first in firsts)
 
 
 def _listed(given: Any) -> list[Tensor]:

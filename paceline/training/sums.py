@@ -1,43 +1,111 @@
 """Tells by its graph whether a loss is a sum over the samples of its batch."""
 
-from typing import Any
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from paceline.training.terms import SHAPED, SUM, shape_after, terms_of
+import torch
+from torch import Tensor
+
+from paceline.training.terms import PASSED_THROUGH, SUM, is_any_packed, number_in, shape_after
 
 _ONE_EACH = 0
 """Of `reduction`: a loss of torch's that gives one for each sample."""
-_SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0")
-_WEIGHTED = ("MulBackward0", "MulBackward1")
-"""Beside a term that is a sum, most often another one, as in `a.sum() - 0.5 * b.sum()`."""
-_DIVIDED = ("DivBackward0", "StackBackward0")
-"""What the script has divided is as it wants it; what it has stacked are losses, each with a mean of its own."""
+_ADDED = ("AddBackward0", "SubBackward0")
+_TURNED = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ExpandBackward0", "SelectBackward0")
+SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0", "TraceBackward0", "CumsumBackward0")
+PRODUCTS = ("DotBackward0", "VdotBackward0", "MvBackward0", "MmBackward0", "BmmBackward0")
+FACTORS, QUOTIENT = ("MulBackward0", "MulBackward1"), "DivBackward0"
+_LINEAR = (*PASSED_THROUGH, *_ADDED, *_TURNED, *SUMS, *PRODUCTS, *FACTORS, QUOTIENT)
+NORMS = ("LinalgVectorNormBackward0", "DistBackward0")
+_WORDS = {"pow": "a squared norm", "bmm": "einsum() or bmm()", "nansum": "sum()"}
+LEAF, _STACKED = "torch::autograd::AccumulateGrad", "StackBackward0"
+_MOST_NODES = 1000
+_ROUNDING = 1e-3
+_MUCH = 0.5
 
 
-def sum_in(node: Any, num_samples: int) -> str | None:
-    """The name of the sum that the loss with this graph is, or has as a term: one of torch's losses; or sums of the
+class Term(NamedTuple):
+    """Where what a loss is made of by adding and by constant factors ends."""
+
+    node: Any
+    weights: Tensor
+    """How much each element that it computed counts in the loss."""
+    summed: str = ""
+    """What adds these up, if anything does."""
+    has_rows: bool = False
+    """As many as samples are added up."""
+    is_scaled: bool = False
+    """As a whole."""
+    is_divided: bool = False
+
+    def joined(self, other: "Term") -> "Term":
+        """The same node by both ways."""
+        return Term(
+            self.node,
+            self.weights + other.weights,
+            self.summed or other.summed,
+            self.has_rows or other.has_rows,
+            self.is_scaled or other.is_scaled,
+            self.is_divided or other.is_divided,
+        )
+
+
+def terms_in(loss: Tensor, num_samples: int) -> list[Term]:
+    """What the loss is made of. To be asked before the backward pass, which frees what terms are multiplied by."""
+    with torch.no_grad():
+        return list(_terms_of(loss, num_samples))
+
+
+def sum_among(terms: Sequence[Term], num_samples: int) -> str | None:
+    """The name of the sum that a loss of these terms is, or has as a term: one of torch's losses; or sums of the
     script's own, if it has no other terms that nothing multiplies."""
-    terms = list(terms_of(node))
-    summed = next((term for term in terms if getattr(term, "_saved_reduction", None) == SUM), None)
-    if summed is not None:
-        return f"{summed.name().removesuffix('Backward0')} with reduction='sum'"
-    others = [term for term in terms if term.name() not in _WEIGHTED]
-    return "sum()" if others and all(_is_over_samples(term, num_samples) for term in others) else None
+    for term in terms:
+        if getattr(term.node, "_saved_reduction", None) == SUM and not (term.is_scaled or term.is_divided):
+            return f"{term.node.name().removesuffix('Backward0')} with reduction='sum'"
+    others = [term for term in terms if not (term.is_scaled or _is_product(term))]
+    is_sum = bool(others) and all(_is_over_samples(term, num_samples) for term in others)
+    return others[0].summed if is_sum else None
 
 
-def _is_over_samples(node: Any, num_samples: int) -> bool:
-    """Whether it adds up as many rows as samples, in one or several sums, or what torch's losses give for each."""
-    if node.name() not in _SUMS:
-        return False
-    has_rows = False
-    while node is not None and node.name() in (*_SUMS, *SHAPED):
-        sizes = getattr(node, "_saved_self_sym_sizes", ())
-        has_rows = has_rows or tuple(sizes[:1]) == (num_samples,)
-        node = next((inner for inner, _ in node.next_functions if inner is not None), None)
-    if node is None or node.name() in _DIVIDED or _is_mean_over_rows(node):
-        return False
-    rows = shape_after(node)[:1]
-    is_one_each = getattr(node, "_saved_reduction", None) == _ONE_EACH
-    return has_rows or rows == (num_samples,) or (is_one_each and bool(rows) and rows[0] % num_samples == 0)
+def multiplied_sum_among(terms: Sequence[Term], num_samples: int, size: int) -> float | None:
+    """What all terms are multiplied by at least, if each is such a sum and that is too much for one over the number of
+    samples: a half, as of squares, or the scale of a GradScaler; but for the number of workers."""
+    if not all(term.is_scaled and _is_over_samples(term, num_samples) for term in terms):
+        return None
+    least = min((float(term.weights.abs().max()) for term in terms), default=0.0)
+    return least if least >= _MUCH and least != size else None
+
+
+def _is_product(term: Term) -> bool:
+    """Whether it is scaled by what has a gradient itself, or cannot be read."""
+    return term.node.name() in FACTORS and term.weights.numel() == 1
+
+
+def _is_unread(node: Any) -> bool:
+    """Whether it is divided by what cannot be read."""
+    return bool(node.name() == QUOTIENT) and node.next_functions[1][0] is None
+
+
+def _is_over_samples(term: Term, num_samples: int) -> bool:
+    """Whether as many rows as samples are added up, or what torch's losses give for each, and not averaged."""
+    node, rows = term.node, term.weights.shape[:1]
+    if not term.summed or term.is_divided or _is_unread(node) or node.name() == _STACKED or _is_mean_over_rows(node):
+        return False  # what the script has stacked are losses, each with a mean of its own
+    if not term.weights.dim() or not term.weights.numel():
+        return False  # one number, as often as there are samples
+    has_rows = term.has_rows or (node.name() != LEAF and tuple(rows) == (num_samples,))
+    is_one_each = getattr(node, "_saved_reduction", None) == _ONE_EACH and bool(rows) and rows[0] % num_samples == 0
+    return (has_rows or is_one_each) and not _add_up_to_one(term.weights)
+
+
+def _add_up_to_one(weights: Tensor) -> bool:
+    """All, or those of samples, each of which has several alike."""
+    sizes = weights.abs().double().reshape(len(weights), -1)
+    totals = float(sizes.sum()), float(sizes.amax(1).sum())
+    is_mask = bool(((weights == 0) | (weights == 1)).all())
+    return not is_mask and any(math.isclose(total, 1.0, rel_tol=_ROUNDING) for total in totals)
 
 
 def _is_mean_over_rows(node: Any) -> bool:
@@ -46,3 +114,75 @@ def _is_mean_over_rows(node: Any) -> bool:
         return False
     dims, rank = node._saved_dim, len(node._saved_self_sym_sizes)
     return 0 in dims or 2**64 - rank in dims  # as nodes keep -rank
+
+
+def _terms_of(loss: Tensor, num_samples: int) -> Iterator[Term]:
+    """Each once, from where the loss is down: a node comes after all that it goes into."""
+    root = Term(loss.grad_fn, torch.ones_like(loss))
+    found, order, count = {root.node: root}, [(0, 0, root.node)], 0
+    while order and count < _MOST_NODES:
+        term = found.pop(heapq.heappop(order)[-1])
+        inner = _inside(term, num_samples)
+        if inner is None:
+            yield term
+        for each in inner or ():
+            if each.node in found:
+                found[each.node] = found[each.node].joined(each)
+            else:
+                found[each.node], count = each, count + 1
+                heapq.heappush(order, (-each.node._sequence_nr(), count, each.node))
+
+
+def _inside(term: Term, num_samples: int) -> list[Term] | None:
+    """What a term is made of; none if it is made by no sum and no constant factor."""
+    node, name = term.node, term.node.name()
+    inputs = [inner for inner, _ in node.next_functions]
+    given = [inner for inner in inputs if inner is not None]
+    is_one = term.weights.numel() == 1
+    if is_one and ((name in PRODUCTS and len(given) == 2) or _is_squared_norm(node, given)):
+        squared = given[0] if name in PRODUCTS else given[0].next_functions[0][0]
+        return [_found(term, squared, term.weights.reshape(()).expand(shape_after(squared)), num_samples)]
+    if name not in _LINEAR or (len(given) > 1 and name not in _ADDED) or is_any_packed(node):
+        return None
+    if name in PRODUCTS and tuple(term.weights.shape[:1]) == (num_samples,):
+        return None  # of each row
+    if name == "SelectBackward0" and given[0].name() != "CumsumBackward0" and math.prod(shape_after(given[0])) > 1:
+        return None  # of several
+    if name in (*FACTORS, QUOTIENT):
+        term = _scaled(term, num_samples, is_whole=is_one)
+    try:
+        parts = node(term.weights)
+    except RuntimeError:  # what an earlier pass has freed
+        return None
+    parts = parts if isinstance(parts, tuple) else (parts,)
+    return [
+        _found(term, inner, part, num_samples) for inner, part in zip(inputs, parts, strict=False) if inner is not None
+    ]
+
+
+def _found(term: Term, inner: Any, weights: Tensor, num_samples: int) -> Term:
+    name = term.node.name()
+    adds = name in SUMS or weights.numel() > term.weights.numel()
+    word = name.partition("Backward")[0].lower()
+    summed = term.summed or (_WORDS.get(word, f"{word}()") if adds else "")
+    has_rows = term.has_rows or (bool(summed) and tuple(weights.shape[:1]) == (num_samples,))
+    return term._replace(node=inner, weights=weights, summed=summed, has_rows=has_rows)
+
+
+def _scaled(term: Term, num_samples: int, *, is_whole: bool) -> Term:
+    """What the script makes of a whole is as it wants it. Inside of a sum a factor divides if it is as small as that of
+    a mean, and so does what each element is divided by."""
+    node = term.node
+    is_quotient = node.name() == QUOTIENT
+    if is_whole:
+        return term._replace(is_divided=True) if is_quotient else term._replace(is_scaled=True)
+    number = abs(number_in(node, "self" if node.next_functions[0][0] is None else "other"))
+    divides = not number < num_samples if is_quotient else number * num_samples <= 1 + _ROUNDING
+    return term._replace(is_divided=term.is_divided or divides)
+
+
+def _is_squared_norm(node: Any, inputs: list[Any]) -> bool:
+    if node.name() != "PowBackward0" or node._saved_exponent != 2 or inputs[0].name() not in NORMS:
+        return False
+    order = getattr(inputs[0], "_saved_ord", getattr(inputs[0], "_saved_p", None))
+    return order == 2 and inputs[0].next_functions[0][0] is not None

@@ -1,10 +1,16 @@
 """What the losses of a step add up, as their graphs tell: whether it is one term a sample."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
+import torch
+
 SHAPED = ("ViewBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1")
-PASSED_THROUGH = ("AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "CloneBackward0", *SHAPED)
+PASSED_THROUGH = (
+    *("AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "ToCopyBackward0", "CloneBackward0"),
+    *SHAPED,
+)
 MEAN, SUM = 1, 2
 """Of `reduction`, as torch's losses keep it for their backward pass."""
 SCALED = ("MulBackward0", "MulBackward1", "DivBackward0")
@@ -121,3 +127,34 @@ def _length_before(cut: Any) -> int:
     if sizes := getattr(cut, "_saved_self_sym_sizes", ()):
         return int(sizes[0])
     return len(getattr(cut, "_input_metadata", ()))  # of `unbind`, which gives as many
+
+
+TELLS_PACKED = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+"""Which torch has not always done."""
+
+
+def number_in(node: Any, name: str) -> float:
+    """That a node has saved; NaN if it has not."""
+    saved = saved_by(node, name)
+    if isinstance(saved, int | float):
+        return float(saved)
+    return float(saved) if saved is not None and saved.numel() == 1 and not saved.is_complex() else math.nan
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """None as well if looking would unpack it, as checkpoints allow once alone, or if an earlier pass has freed it, as
+    it may what `backward(inputs=...)` leaves out."""
+    try:
+        return None if is_packed(node, name) else getattr(node, f"_saved_{name}", None)
+    except RuntimeError:
+        return None
+
+
+def is_packed(node: Any, name: str) -> bool:
+    return getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None
+
+
+def is_any_packed(node: Any) -> bool:
+    """Whether the node cannot be asked without unpacking what it has saved, as far as this release of torch tells."""
+    saved = [name.removeprefix("_raw_saved_") for name in dir(node) if name.startswith("_raw_saved_")]
+    return bool(saved) and (not TELLS_PACKED or any(is_packed(node, name) for name in saved))

@@ -218,7 +218,27 @@ def with_tail(worker: Any) -> DataLoader[Any]:
     return loader_of(samples(91))
 
 
+def in_another_graph(model: nn.Module, optimizer: Optimizer, batch: Any) -> None:
+    """A penalty of gradients that others have taken the place of when it goes backward."""
+    x, y, *_ = batch
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    penalty = torch.stack([(parameter * parameter.grad).sum() for parameter in model.parameters()]).sum()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    penalty.backward()
+    optimizer.step()
+
+
+def share_gradients(run: Run) -> None:
+    if run.number == AT:
+        for parameter in run.model.parameters():
+            parameter.grad.share_memory_()  # type: ignore[union-attr]
+
+
 SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
+    "gradients in another graph": partial(own_loop, step=in_another_graph),
+    "gradients shared": partial(train, backward=share_gradients),
     "gradients kept": partial(own_loop, step=partial(two_tasks, keep=itself)),
     "gradients of before kept": partial(train, backward=partial(with_those_before, keep=itself)),
     "gradients kept detached": partial(own_loop, step=partial(two_tasks, keep=detached)),

@@ -138,6 +138,75 @@ def added_by_python(output: Tensor, y: Tensor) -> Tensor:
     return torch.as_tensor(sum(F.cross_entropy(output, y, reduction="none")))
 
 
+def each_loss(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output, y, reduction="none")
+
+
+def added_by_einsum(output: Tensor, y: Tensor) -> Tensor:
+    return torch.einsum("i,i->", each_loss(output, y), torch.ones(len(y), dtype=output.dtype))
+
+
+def weights_of_one(output: Tensor, y: Tensor) -> Tensor:
+    """A mean in other words."""
+    return (each_loss(output, y) * torch.full((len(y),), 1 / len(y), dtype=output.dtype)).sum()
+
+
+def halved(output: Tensor, y: Tensor) -> Tensor:
+    return 0.5 * each_loss(output, y).sum()
+
+
+def of_largest(output: Tensor, y: Tensor) -> Tensor:
+    return each_loss(output, y).topk(2).values.mean()
+
+
+def times_own(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output, y) * (1 + y.double().mean())
+
+
+def overlap(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Whose quotient is Dice's coefficient."""
+    found, wanted = output.softmax(1), F.one_hot(y, output.shape[1])
+    return 2 * (found * wanted).sum(), (found + wanted).sum()
+
+
+def quotient(output: Tensor, y: Tensor) -> Tensor:
+    above, below = overlap(output, y)
+    return 1 - above / below
+
+
+def quotient_of_all(worker: Any) -> nn.Module:
+    """The same of the global batch, as docs/script.md shows it."""
+    model = perceptron()
+    model, optimizer, loader = worker.prepare(model, momentum(model.parameters()), loader_of(samples()))
+    for x, y, _ in loader:
+        optimizer.zero_grad()
+        above, below = overlap(model(x), y)
+        loss = 1 - above / below
+        if hasattr(worker, "strategy") and worker.strategy.traits.lock_step:
+            all_above, all_below = worker.all_reduce_tree([above.detach(), below.detach()], op="sum")
+            loss = -worker.size * (above / all_below - below * all_above / all_below**2)
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def second_summed(worker: Any) -> nn.Module:
+    """Two optimizers in turn, the second of which has a sum."""
+    one, other = perceptron(), perceptron()
+    first, second = momentum(one.parameters()), momentum(other.parameters())
+    one, other, first, second, data = worker.prepare(
+        one=one, other=other, first=first, second=second, data=loader_of(samples())
+    )
+    for x, y, *_ in data:
+        first.zero_grad()
+        F.cross_entropy(one(x), y).backward()
+        first.step()
+        second.zero_grad()
+        each_loss(other(x), y).sum().backward()
+        second.step()
+    return nn.ModuleDict({"one": one, "other": other})
+
+
 def of_all(worker: Any, tensor: Tensor) -> Tensor:
     return torch.cat(worker.all_gather(tensor)) if hasattr(worker, "all_gather") else tensor
 
@@ -170,4 +239,11 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "a masked mean": partial(own_loop, step=masked_mean),
     "weighed by hand": partial(own_loop, step=weighed_by_hand),
     "weighed by torch": partial(own_loop, step=weighed),
+    "a sum by einsum": partial(own_loop, step=partial(step_with, loss=added_by_einsum)),
+    "weights that add up to one": partial(own_loop, step=partial(step_with, loss=weights_of_one)),
+    "half a sum": partial(own_loop, step=partial(step_with, loss=halved)),
+    "the largest losses": partial(own_loop, step=partial(step_with, loss=of_largest)),
+    "a factor of its own": partial(own_loop, step=partial(step_with, loss=times_own)),
+    "a sum of the second optimizer's": second_summed,
+    "a quotient of sums": partial(own_loop, step=partial(step_with, loss=quotient)),
 }

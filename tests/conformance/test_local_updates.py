@@ -213,6 +213,12 @@ def test_data_that_ends_in_a_round_ends_it(engine: ModuleType, tmp_path: Path) -
         assert torch.equal(again.model_state()[name], tensor)
 
 
+@pytest.mark.parametrize(("every", "told"), [(11, [{"steps": 11}]), (6, [])])
+def test_a_run_without_a_second_round_says_so(every: int, told: list[Any], tmp_path: Path) -> None:
+    result = run(virtual_engine, train_eleven_steps, tmp_path, "local-sgd", options={"every": every})
+    assert [event.details for event in result.events if event.name == "one_round"] == told
+
+
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 

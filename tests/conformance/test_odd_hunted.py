@@ -144,13 +144,23 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "a sum by a loop over outputs": {JOINT: LOOP},
     "a sum by Python": {JOINT: LOOP},
     "sums added": {JOINT: SUM_BY_HAND},
+    "a sum of the second optimizer's": {JOINT: SUM_BY_HAND},
+    "a sum by einsum": {JOINT: r"rank \d: the loss is a sum over the batch \(einsum\(\) or bmm\(\)\).*take the mean"},
     "others' outputs in the loss": {(*SERVERS[1:], *ALONE): SAME_STEP},
 }
 RANDOM = ("initialised anew", "noise on gradients", "a new head")
 """What these draw is each rank's own."""
 DIVIDED = ("a masked mean", "weighed by hand", "weighed by torch")
 """By what each worker's own batch weighs: told where workers average such losses."""
-OWN = ("augmented at random", "tensors beside", "tensors in turns", "others' outputs in the loss", *DIVIDED)
+BENT = r"the loss is a function of sums or means over the batch that is not linear, or compares its samples"
+TOLD = {
+    "a quotient of sums": BENT,
+    "the largest losses": BENT,
+    "half a sum": r"the loss is 0\.5 times a sum over the batch",
+    "a factor of its own": r"the loss at .* is multiplied by a number of each worker's own",
+}
+"""Losses that each worker has of its own batch: told where workers average gradients."""
+OWN = ("augmented at random", "tensors beside", "tensors in turns", "others' outputs in the loss", *DIVIDED, *TOLD)
 """What docs/script.md says to be each worker's own."""
 QUICK = (
     "weighted by own losses",
@@ -189,7 +199,9 @@ def marks(engine: str, strategy: str, name: str) -> list[Any]:
     is_quick = (engine, strategy) == ("virtual", "ps-bsp") and name in QUICK
     by_own = (*DIVIDED, "collation that filters")
     # Ranks that slice the same tensors are warned, and those that divide by their own; all others must not be.
-    told = {"tensors in turns": ALIKE, **dict.fromkeys(by_own if strategy in JOINT else (), OWN_DIVISOR)}
+    told = {"tensors in turns": ALIKE}
+    if strategy in JOINT:
+        told |= dict.fromkeys(by_own, OWN_DIVISOR) | TOLD
     ignored = [pytest.mark.filterwarnings(f"ignore:{told[name]}")] if name in told else []
     return ignored if is_quick else [*ignored, pytest.mark.slow]
 
@@ -208,7 +220,7 @@ def cases() -> list[Any]:
 @pytest.mark.filterwarnings("ignore:after its last step the script changed parameter")
 @pytest.mark.filterwarnings("ignore:rank .* all_gather of a tensor that requires a gradient")
 def test_hunted_scripts(engine: str, strategy: str, name: str, tmp_path: Path) -> None:
-    is_own = name in OWN and not (name in DIVIDED and strategy not in JOINT)
+    is_own = name in OWN and not (name in (*DIVIDED, *TOLD) and strategy not in JOINT)
     is_compared = not is_own and (strategy in JOINT or name not in RANDOM)
     judge(SCRIPTS[name], engine, strategy, refusal(name, strategy), tmp_path, is_compared=is_compared)
 
@@ -230,6 +242,14 @@ def judge(script: Script, engine: str, strategy: str, says: str | None, out: Pat
     elif is_compared:
         alone = run(workers=1, out=out / "one")
         assert_close(alone.model_state(), train_alone(script, 1), EXACT)
+
+
+@pytest.mark.slow
+def test_gossip_over_processes_says_who_has_ended_alone(tmp_path: Path) -> None:
+    says = "UsageError: the script of rank 1 has ended after 5 steps on 5 batches, and that of another rank has not: "
+    script = partial(launched, SCRIPTS["ends alone"])
+    with pytest.raises(RunFailed, match=says):
+        local_engine.run(script, strategy="gossip", options=STRATEGIES["gossip"], workers=2, out=tmp_path)
 
 
 def in_pairs(items: list[Any]) -> list[Tensor]:
@@ -286,6 +306,13 @@ def test_ranks_that_train_on_the_same_data_are_told(tmp_path: Path) -> None:
 def test_a_mean_by_what_each_ranks_own_batch_weighs_is_told(strategy: str, name: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"the loss at odd_losses\.py:\d+ .*worker\.all_reduce_tree"):
         virtual_engine.run(partial(launched, SCRIPTS[name]), strategy=strategy, workers=2, out=tmp_path)
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_loss_that_is_no_mean_of_samples_is_told_in_the_scripts_line(name: str, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=TOLD[name]) as told:
+        virtual_engine.run(partial(launched, SCRIPTS[name]), strategy="all-reduce", workers=2, out=tmp_path)
+    assert {Path(each.filename).name for each in told if "the loss" in str(each.message)} == {"odd_losses.py"}
 
 
 class Constant(Dataset[Any]):

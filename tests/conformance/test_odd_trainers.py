@@ -46,6 +46,8 @@ APART = r"(leave out a batch or a step only where all do|every rank must step al
 SCRIPTS = odd_trainers.SCRIPTS | odd_kept.SCRIPTS
 
 REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
+    "gradients in another graph": {("all-reduce", *SERVERS): r"modified by an inplace .*parameter\.grad\.clone\(\)"},
+    "gradients shared": {("all-reduce", *SERVERS): r"has moved the gradient of '.*' into shared memory.*share a copy"},
     "half the way back": {SERVERS: IN_PLACE},
     "parametrisation removed": {(*SERVERS, "gossip"): REPLACED},
     "stepped where small": {("gossip", "local-sgd"): TOGETHER},

@@ -247,11 +247,11 @@ def test_a_sum_of_terms_that_share_nothing_is_told(tmp_path: Path) -> None:
         virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
 
 
+@pytest.mark.parametrize("script", [odd_losses.weighed_by_all, odd_losses.quotient_of_all])
 @pytest.mark.parametrize("strategy", ["all-reduce", pytest.param("ps-bsp", marks=pytest.mark.slow)])
-def test_a_mean_by_what_all_batches_weigh_is_one_process_s(strategy: str, tmp_path: Path) -> None:
-    script = partial(launched, odd_losses.weighed_by_all)
-    result = virtual_engine.run(script, strategy=strategy, workers=2, out=tmp_path)
-    assert_close(result.model_state(), train_alone(odd_losses.weighed_by_all, 2), EXACT)
+def test_a_loss_by_what_all_batches_weigh_is_one_process_s(strategy: str, script: Any, tmp_path: Path) -> None:
+    result = virtual_engine.run(partial(launched, script), strategy=strategy, workers=2, out=tmp_path)
+    assert_close(result.model_state(), train_alone(script, 2), EXACT)
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "local-sgd:every=2", "ps-asp"])

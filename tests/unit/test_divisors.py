@@ -92,6 +92,10 @@ TOLD: dict[str, tuple[Loss, str]] = {
         lambda m, x, y, _: F.cross_entropy(m(x), y, ignore_index=1),
         r"the number of samples without ignore_index.*\[\(labels != ignore_index\)\.sum\(\), len\(x\)\]",
     ),
+    "classes by themselves": (
+        lambda m, x, y, _: torch.stack([losses(m, x, y)[y == c].mean() for c in range(NUM_CLASSES)]).mean(),
+        "6 on rank 0, 3 on rank 1",
+    ),
     "its own loss": (
         lambda m, x, y, _: losses(m, x, y).mean() / losses(m, x, y).detach().mean(),
         "each worker.s own batch weighs",
@@ -125,6 +129,17 @@ NOT_TOLD: dict[str, Loss] = {
 def test_a_divisor_of_a_ranks_own_is_told(name: str) -> None:
     loss, says = TOLD[name]
     require_told(loss, rf"^the loss at test_divisors\.py:\d+ is divided by .*{says}")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m, x, y, _: losses(m, x, y).mean() * (1 + y.float().mean()),
+        lambda m, x, y, rank: losses(m, x, y).mean() + (0.1 + rank) * m(x).square().mean(),
+    ],
+)
+def test_a_factor_of_a_ranks_own_is_told(loss: Loss) -> None:
+    require_told(loss, r"^the loss at test_divisors\.py:\d+ is multiplied by .* on rank 0, .* on rank 1")
 
 
 @pytest.mark.parametrize("name", NOT_TOLD)
@@ -179,14 +194,14 @@ def test_what_an_earlier_pass_has_freed_may_be_left_out() -> None:
         (losses(model, x, y).mean() + side).backward(inputs=list(model.parameters()))
         return losses(model, x, y).mean()
 
-    assert [values[:2] for values in passes.run(loss)] == 2 * [[NUM_SAMPLES, NUM_SAMPLES]]
+    assert [[values[0], values[2]] for values in passes.run(loss)] == 2 * [[NUM_SAMPLES, NUM_SAMPLES]]
 
 
 def test_only_as_many_samples_are_compared() -> None:
     ranks = [Pass(0), Pass(1)]
     everyone = [one.run(NOT_TOLD["a mean"], num_samples=6 - one.rank) for one in ranks]
     ranks[0].watch.compare(everyone)
-    assert everyone == [[[6, 6.0]], [[5, 5.0]]]
+    assert everyone == [[[6, 1.0, 6.0]], [[5, 1.0, 5.0]]]
 
 
 def test_what_a_checkpoint_unpacks_once_is_left_to_it() -> None:

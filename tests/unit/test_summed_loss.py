@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.training.bent import bent_among
 from paceline.training.summed_loss import SummedLoss
+from paceline.training.sums import multiplied_sum_among, terms_in
 from paceline.training.terms import _MOST_NODES, Terms
 
 NUM_SAMPLES = 8
@@ -46,9 +49,12 @@ class InAnotherThread(torch.autograd.Function):
 def train(*, reduction: str) -> None:
     model = nn.Linear(3, 2)
     watch = SummedLoss([], rank=1, size=2, num_samples=lambda: NUM_SAMPLES)
-    output = InAnotherThread.apply(model(torch.ones(NUM_SAMPLES, 3)), watch._look)
+    output = InAnotherThread.apply(model(torch.ones(NUM_SAMPLES, 3)), watch._take)
     labels = torch.zeros(NUM_SAMPLES, dtype=torch.int64)
-    nn.functional.cross_entropy(output, labels, reduction=reduction).backward()
+    try:
+        nn.functional.cross_entropy(output, labels, reduction=reduction).backward()
+    finally:
+        watch.close()
     assert watch.has_looked
 
 
@@ -92,6 +98,16 @@ def test_as_many_terms_as_samples_are_refused_only_if_cut_out_of_the_batch(depth
     assert terms.are_apart(4) == are_apart
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * x
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient
+
+
 def squares(output: Tensor) -> Tensor:
     return output.square()
 
@@ -111,6 +127,25 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
         output.repeat(3, 1), torch.zeros(3 * NUM_SAMPLES, dtype=torch.int64), reduction="none"
     ).sum(),
     "by Python": lambda output: torch.as_tensor(sum(squares(output).mean(1))),
+    "by einsum": lambda output: torch.einsum("i,i->", squares(output).mean(1), ONES),
+    "of products by einsum": lambda output: torch.einsum("ij,ij->", output, output),
+    "by vdot": lambda output: torch.vdot(squares(output).mean(1), ONES),
+    "by dot, weighted": lambda output: torch.dot(torch.arange(1.0, 1.0 + NUM_SAMPLES), squares(output).mean(1)),
+    "by tensordot": lambda output: torch.tensordot(squares(output).mean(1), ONES, 1),
+    "a trace": lambda output: (output @ output.t()).trace(),
+    "of a diagonal": lambda output: (output @ output.t()).diagonal().sum(),
+    "a squared norm": lambda output: (output - 1).norm() ** 2,
+    "a squared norm of torch.linalg": lambda output: torch.linalg.vector_norm(output).square(),
+    "a squared distance": lambda output: torch.dist(output, torch.ones(NUM_SAMPLES, NUM_SAMPLES)) ** 2,
+    "of squares by a product": lambda output: (output - 1).flatten() @ (output - 1).flatten(),
+    "the last of cumulated ones": lambda output: squares(output).mean(1).cumsum(0)[-1],
+    "by a product with ones": lambda output: torch.mm(ONES[None], squares(output).mean(1, keepdim=True))[0, 0],
+    "of halves": lambda output: (squares(output) / 2).sum(),
+    "of halves, multiplied": lambda output: (0.5 * squares(output)).sum(),
+    "of a function of the script's own": lambda output: Doubled.apply(squares(output)).sum(),
+    "of quotients": lambda output: (squares(output)[:, 0] / output[:, 1].exp() + output[:, 1]).sum(),
+    "weighted": lambda output: (squares(output).mean(1) * torch.linspace(0.5, 1.5, NUM_SAMPLES)).sum(),
+    "of some": lambda output: (squares(output).mean(1) * (torch.arange(NUM_SAMPLES) == 3)).sum(),
 }
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "divided before": lambda output: (squares(output) / len(output)).sum(),
@@ -120,8 +155,26 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "of as many losses": lambda output: torch.stack([squares(output).mean() for _ in range(NUM_SAMPLES)]).sum(),
     "beside a mean": lambda output: squares(output).mean() + output.abs().mean(0).sum(),
     "of as many weights, beside what is divided": lambda output: squares(output).sum() / 3 + SQUARE.square().sum(),
+    "multiplied by one over the number": lambda output: (squares(output).mean(1) * (1 / NUM_SAMPLES)).sum(),
+    "of each element, multiplied so": lambda output: (squares(output) * (1 / NUM_SAMPLES)).sum(),
+    "weights that add up to one": lambda output: (squares(output).mean(1) * WEIGHTS).sum(),
+    "weights that add up to one, by dot": lambda output: squares(output).mean(1) @ WEIGHTS,
+    "weights of elements that add up to one": lambda output: (squares(output) * WEIGHTS[:, None] / 8).sum(),
+    "a mean by einsum": lambda output: torch.einsum("ij,ij->", output, output) / NUM_SAMPLES,
+    "a mean by einsum, multiplied": lambda output: torch.einsum("i,i->", squares(output).mean(1), ONES / NUM_SAMPLES),
+    "a mean of a trace": lambda output: (output @ output.t()).trace() / NUM_SAMPLES,
+    "of a temperature and the number": lambda output: (squares(output) / 0.1 / NUM_SAMPLES).sum(),
+    "the sum of a part": lambda output: squares(output)[0].sum() + squares(output)[:2].mean(),
+    "a norm": lambda output: output.norm() / NUM_SAMPLES**0.5,
+    "covariances": lambda output: ((output.t() @ output) / NUM_SAMPLES).fill_diagonal_(0).square().mean(),
+    "a penalty alone": lambda output: output.mean() + SQUARE.norm() ** 2,
+    "multiplied": lambda output: squares(output).sum() * 0.1,
+    "a mean as often as samples": lambda output: squares(output).mean().expand(NUM_SAMPLES).sum(),
+    "nothing": lambda output: output[:, :0].sum() + squares(output).mean(),
+    "behind a function of the script's own": lambda output: Doubled.apply(squares(output).mean()),
     "of as many weights, beside a mean": lambda output: squares(output).mean() + SQUARE.square().sum(),
 }
+ONES, WEIGHTS = torch.ones(NUM_SAMPLES), torch.arange(float(NUM_SAMPLES)).softmax(0)
 SQUARE = torch.ones(NUM_SAMPLES, NUM_SAMPLES, requires_grad=True)
 
 
@@ -144,3 +197,63 @@ def test_sums_of_the_scripts_own_are_noticed(loss: Callable[[Tensor], Tensor]) -
 @pytest.mark.parametrize("loss", OTHERS.values(), ids=OTHERS)
 def test_what_a_script_has_divided_or_averaged_is_no_sum(loss: Callable[[Tensor], Tensor]) -> None:
     look_at(loss)
+
+
+BENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "a quotient of sums": lambda output: 1 - 2 * output.sum() / (output.square().sum() + 1),
+    "a root of a mean": lambda output: squares(output).mean().sqrt(),
+    "a root of one of torch's losses": lambda output: nn.functional.mse_loss(output, SQUARE.detach()).sqrt(),
+    "a logarithm of a mean": lambda output: output.mean() - output.exp().mean().log(),
+    "a norm of all": lambda output: 0.1 * output.norm() + squares(output).mean(),
+    "the largest": lambda output: squares(output).mean(1).topk(2).values.mean(),
+    "the median": lambda output: squares(output).mean(1).median(),
+    "a deviation over the batch": lambda output: squares(output).mean() + (1 - output[:, :3].std(0)).relu().mean(),
+    "similarities": lambda output: nn.functional.cross_entropy(output @ output.t(), torch.arange(NUM_SAMPLES)),
+    "a product of means": lambda output: squares(output).mean() * output.abs().mean(),
+}
+STRAIGHT: dict[str, Callable[[Tensor], Tensor]] = {
+    "quotients of each sample": lambda output: (output.sum(1) / output.square().sum(1)).mean(),
+    "a norm of each sample": lambda output: output.norm(dim=1).mean(),
+    "a learned weight": lambda output: squares(output).mean() * torch.exp(-SCALE) + SCALE,
+    "divided by a learned scale": lambda output: squares(output).mean() / SCALE.square() + SCALE.square().log(),
+    "divided by its own value": lambda output: squares(output).mean() / output.detach().norm(),
+    "the largest of each sample": lambda output: output.max(1).values.mean() + output.std(1).mean(),
+    "means of means": lambda output: (output.square().mean(0) * torch.arange(8.0)).sum(),
+    "a norm of weights": lambda output: squares(output).mean() + 0.1 * SQUARE[:3].norm(),
+}
+SCALE = torch.ones((), requires_grad=True)
+
+
+def bent(loss: Callable[[Tensor], Tensor]) -> str | None:
+    output = nn.Linear(3, NUM_SAMPLES)(torch.ones(NUM_SAMPLES, 3))
+    return bent_among(terms_in(loss(output), NUM_SAMPLES), NUM_SAMPLES)
+
+
+@pytest.mark.parametrize("loss", BENT.values(), ids=BENT)
+def test_functions_of_means_that_are_not_linear_are_noticed(loss: Callable[[Tensor], Tensor]) -> None:
+    assert bent(loss) is not None
+
+
+@pytest.mark.parametrize("loss", STRAIGHT.values(), ids=STRAIGHT)
+def test_what_is_of_each_sample_or_of_parameters_is_linear(loss: Callable[[Tensor], Tensor]) -> None:
+    assert bent(loss) is None
+
+
+@pytest.mark.parametrize(("factor", "is_told"), [(0.5, True), (16.0, True), (2.0, False), (0.1, False)])
+def test_sums_are_told_that_are_multiplied_by_too_much_for_a_mean(factor: float, is_told: bool) -> None:
+    """Workers are two."""
+    loss = factor * squares(nn.Linear(3, 2)(torch.ones(NUM_SAMPLES, 3))).sum()
+    found = multiplied_sum_among(terms_in(loss, NUM_SAMPLES), NUM_SAMPLES, 2)
+    assert found == (factor if is_told else None)
+
+
+@pytest.mark.parametrize(("given", "is_sum"), [(1.0, True), (0.5, True), (1 / NUM_SAMPLES, False)])
+def test_sums_by_given_gradients(given: float, is_sum: bool) -> None:
+    model = nn.Linear(3, NUM_SAMPLES)
+    watch = SummedLoss(list(model.parameters()), rank=1, size=2, num_samples=lambda: NUM_SAMPLES)
+    losses = squares(model(torch.ones(NUM_SAMPLES, 3))).mean(1)
+    try:
+        with pytest.raises(UsageError, match=r"backward\(ones\)") if is_sum else nullcontext():
+            losses.backward(torch.full_like(losses, given))
+    finally:
+        watch.close()

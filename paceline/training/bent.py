@@ -1,0 +1,120 @@
+"""Tells by its graph whether a loss is something else than a linear function of what single samples lose."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from paceline.training.sums import FACTORS, LEAF, NORMS, PRODUCTS, QUOTIENT, SUMS, Term
+from paceline.training.terms import MEAN, SUM, shape_after
+
+_BENT = (
+    *("SqrtBackward0", "RsqrtBackward0", "LogBackward0", "Log1PBackward0", "ExpBackward0", "PowBackward0"),
+    *("ReciprocalBackward0", "AbsBackward0", "LogsumexpBackward0", *NORMS),
+)
+_REDUCED = (*SUMS, *PRODUCTS, "MeanBackward0", "MeanBackward1", "LogsumexpBackward0", *NORMS)
+_COMPARING = (
+    *("TopkBackward0", "SortBackward0", "KthvalueBackward0", "MedianBackward0", "MedianBackward1"),
+    *("MaxBackward0", "MaxBackward1", "MinBackward0", "MinBackward1", "AmaxBackward0", "AminBackward0"),
+    *("VarBackward0", "StdBackward0", "VarMeanBackward0", "StdMeanBackward0"),
+)
+_DISTANCES = ("MmBackward0", "CdistBackward0", "EuclideanDistBackward0", "PdistBackward0")
+_TURNED = (
+    "TBackward0",
+    "TransposeBackward0",
+    "PermuteBackward0",
+    "ToCopyBackward0",
+    "ExpandBackward0",
+    "ViewBackward0",
+)
+_LAYERS = ("mm", "mv", "Conv", "Embedding", "Rnn", "Gru", "Lstm", "Linear")
+"""What names of nodes hold where parameters meet what has no gradient: the script's data."""
+_MOST_NODES = 1000
+
+
+def bent_among(terms: Sequence[Term], num_samples: int) -> str | None:
+    """The name of a function of sums or means over samples that is not linear, if a loss of these terms has one; or of
+    one that compares samples with one another."""
+    ends = [term.node for term in terms]
+    single = (term.node for term in terms if term.weights.numel() == 1)
+    found = next((node for node in single if _is_bent(node, num_samples)), None) or _comparing(ends, num_samples)
+    return found.name().partition("Backward")[0].lower() if found is not None else None
+
+
+def _is_bent(node: Any, num_samples: int) -> bool:
+    inputs = [inner for inner, _ in node.next_functions]
+    if node.name() == QUOTIENT:
+        return inputs[1] is not None and _adds_samples(inputs[1], num_samples)
+    if node.name() in FACTORS:
+        return all(inner is not None and _adds_samples(inner, num_samples) for inner in inputs)
+    return node.name() in _BENT and _adds_samples(node if node.name() in _REDUCED else inputs[0], num_samples)
+
+
+def _adds_samples(node: Any, num_samples: int) -> bool:
+    """Whether it is computed from a sum or mean over as many rows as samples, by numbers alone."""
+    left = [node]
+    for _ in range(_MOST_NODES):
+        node = left.pop() if left else None
+        if node is None:
+            break
+        inputs = [inner for inner, _ in node.next_functions if inner is not None and inner.name() != LEAF]
+        if _reduces(node, inputs, num_samples) and any(map(is_of_data, inputs)):
+            return True
+        if math.prod(shape_after(node)) == 1:
+            left += inputs
+    return False
+
+
+def _reduces(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
+    rows = [shape[0] for inner in inputs if (shape := shape_after(inner))]
+    if getattr(node, "_saved_reduction", None) in (MEAN, SUM):
+        return any(count > 0 and count % num_samples == 0 for count in rows)
+    return node.name() in _REDUCED and num_samples in rows
+
+
+def is_of_data(node: Any) -> bool:
+    """Whether it comes from a layer of the model, and not from parameters alone, as a penalty on weights does."""
+    left, seen = [node], set[Any]()
+    while left and len(seen) < _MOST_NODES:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        inputs = [inner for inner, _ in node.next_functions]
+        if any(part in node.name() for part in _LAYERS) and (None in inputs or "Embedding" in node.name()):
+            return True
+        left += [inner for inner in inputs if inner is not None]
+    return False
+
+
+def _comparing(ends: Iterable[Any], num_samples: int) -> Any:
+    """What compares samples between the loss and the last layer that has parameters."""
+    left, seen = list(ends), set[Any]()
+    while left and len(seen) < _MOST_NODES:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        inputs = [inner for inner, _ in node.next_functions if inner is not None]
+        if any(map(_is_of_parameter, inputs)):
+            continue
+        if _compares(node, inputs, num_samples):
+            return node
+        left += inputs
+    return None
+
+
+def _is_of_parameter(node: Any) -> bool:
+    while node.name() in _TURNED and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    return bool(node.name() == LEAF)
+
+
+def _compares(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
+    if node.name() in _DISTANCES:
+        return len(inputs) == 2 and shape_after(node) == (num_samples, num_samples)
+    if node.name() not in _COMPARING or shape_after(inputs[0])[:1] != (num_samples,):
+        return False
+    dims, rank = getattr(node, "_saved_dim", None), len(shape_after(inputs[0]))
+    if rank > 1 and shape_after(node)[:1] == (num_samples,):
+        return False  # there are as many samples still, or as many of something else
+    return dims is None or bool({0, 2**64 - rank} & set(dims if isinstance(dims, tuple) else [dims]))

@@ -1,0 +1,39 @@
+"""How rows are read: by the server that has them, and by workers on its host that see its memory."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.server.tables.hashing import normal
+from paceline.server.tables.slots import find
+from paceline.server.tables.spec import TableSpec
+
+
+class RowsView(NamedTuple):
+    """A table, or a server's part of one, as it is now."""
+
+    spec: TableSpec
+    seed: int
+    keys_of_buckets: Tensor
+    slots_of_buckets: Tensor
+    """Both as `Slots.columns`."""
+    rows: Tensor
+    """In the order of their slots, and more that nobody has."""
+
+    def read(self, keys: Tensor, hashed: Tensor) -> Tensor:
+        """A copy of the rows of these keys, which were mixed; a row that was never updated has its first values."""
+        slots = find(keys, hashed, self.keys_of_buckets, self.slots_of_buckets)
+        is_new = slots < 0
+        # Slots that are read while they change may be any number; then the rows do not count.
+        rows = torch.from_numpy(self.rows.numpy().take(slots.numpy(), axis=0, mode="clip"))
+        if is_new.any():
+            rows[is_new] = first_values(self.spec, keys[is_new], seed=self.seed)
+        return rows
+
+
+def first_values(spec: TableSpec, keys: Tensor, *, seed: int) -> Tensor:
+    """Of rows that were never updated."""
+    if not spec.std:
+        return torch.zeros(len(keys), spec.dim, dtype=spec.dtype)
+    return (normal(keys, seed=seed, num=spec.dim) * spec.std).to(spec.dtype)

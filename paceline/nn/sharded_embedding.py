@@ -190,7 +190,7 @@ class ShardedEmbedding(nn.Module):
         self._require_unscaled(keys.device.type)
         keys = self.spec.checked(keys)
         if are_different(keys.cpu().flatten()):
-            return keys.flatten(), None
+            return keys.flatten().clone(), None  # the script may change its own before the step
         return keys.unique(return_inverse=True)
 
     def _read(self, keys: Tensor) -> Tensor:

@@ -101,9 +101,9 @@ class RowsSeen:
     def __init__(self, specs: Sequence[TableSpec], shown: Sequence[Mapping[str, Any]]) -> None:
         self._boards = [SharedBlock.open(BlockAddress(*each["board"])).buffer.cast("q") for each in shown]
         self._num_columns = [each["num_columns"] for each in shown]
-        self._tables = [
-            [_view(spec, each["tables"][number]) for each in shown] for number, spec in enumerate(specs)
-        ]
+        self.num_read = 0
+        """Servers that had rows of the keys that were read last."""
+        self._tables = [[_view(spec, each["tables"][number]) for each in shown] for number, spec in enumerate(specs)]
 
     @property
     def is_outdated(self) -> bool:
@@ -128,6 +128,7 @@ class RowsSeen:
             if self.is_outdated:
                 return None
             if changes == self._changes():
+                self.num_read = sum(len(own) > 0 for own in places)
                 return rows
         return None
 
@@ -137,7 +138,8 @@ class RowsSeen:
             return views[0].read(keys, hashed)
         rows = views[0].spec.empty_rows(len(keys))
         for view, own in zip(views, places, strict=True):
-            rows.numpy()[own.numpy()] = view.read(keys[own], hashed[own]).numpy()
+            its_keys, its_hashed = (torch.from_numpy(each.numpy().take(own.numpy())) for each in (keys, hashed))
+            rows.numpy()[own.numpy()] = view.read(its_keys, its_hashed).numpy()
         return rows
 
     def _changes(self) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any, final
 from torch import Tensor
 
 from paceline.errors import NotWritten
-from paceline.messages import HEAD_BYTES, Kind, Message, Raw, WireError, to_frames, view_of
+from paceline.messages import Kind, Message, Raw, WireError, to_frames, view_of
 from paceline.row_file import RowFile
 from paceline.server.server_core import Send
 from paceline.server.state import pack, unpack
@@ -82,11 +82,6 @@ class TableClient:
                 body["counts"].append(len(own))
                 tensors += [each.keys.index_select(0, own), each.values.index_select(0, own)]
         return requests
-
-    def bytes_of_reading(self, keys: Tensor, rows: Tensor) -> int:
-        """What messages would have moved for rows that this worker has read itself."""
-        num_asked = sum(len(own) > 0 for own in self._places(keys))
-        return 2 * HEAD_BYTES * num_asked + keys.nbytes + rows.nbytes
 
     def get_state(self, table: int) -> list[Send]:
         return self._ask("all rows", Kind.GET_ROWS, [({"table": table}, [])] * self._num_servers)

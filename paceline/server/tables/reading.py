@@ -24,10 +24,10 @@ class RowsView(NamedTuple):
     def read(self, keys: Tensor, hashed: Tensor) -> Tensor:
         """A copy of the rows of these keys, which were mixed; a row that was never updated has its first values."""
         slots = find(keys, hashed, self.keys_of_buckets, self.slots_of_buckets)
-        is_new = slots < 0
         # Slots that are read while they change may be any number; then the rows do not count.
         rows = torch.from_numpy(self.rows.numpy().take(slots.numpy(), axis=0, mode="clip"))
-        if is_new.any():
+        if len(slots) and slots.numpy().min() < 0:
+            is_new = slots < 0
             rows[is_new] = first_values(self.spec, keys[is_new], seed=self.seed)
         return rows
 

@@ -101,8 +101,6 @@ def find(keys: Tensor, hashed: Tensor, of_buckets: Tensor, slots_of_buckets: Ten
         rows = hits // BUCKET_KEYS
         theirs = slots_of.take(buckets.take(rows) * BUCKET_KEYS + hits % BUCKET_KEYS)
         found[rows if left is None else left[rows]] = theirs
-        if len(rows) == len(wanted):
-            break
         goes_on = inside[:, -1] != _FREE  # the bucket is full
         goes_on[rows] = False
         (on,) = goes_on.nonzero()

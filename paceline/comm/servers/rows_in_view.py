@@ -17,9 +17,10 @@ from torch import Tensor
 
 from paceline.comm.shared_memory import futex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
-from paceline.server.tables.hashing import each_owns, mixed
-from paceline.server.tables.reading import RowsView
-from paceline.server.tables.slots import BUCKET_KEYS
+from paceline.comm.shared_memory.side_by_side import side_by_side
+from paceline.server.tables.hashing import mixed, owners_of
+from paceline.server.tables.reading import rows_of
+from paceline.server.tables.slots import BUCKET_KEYS, find
 from paceline.server.tables.spec import TableSpec
 from paceline.server.tables.storage import Column, Storage
 
@@ -103,7 +104,9 @@ class RowsSeen:
         self._num_columns = [each["num_columns"] for each in shown]
         self.num_read = 0
         """Servers that had rows of the keys that were read last."""
-        self._tables = [[_view(spec, each["tables"][number]) for each in shown] for number, spec in enumerate(specs)]
+        self._tables = [
+            _SideBySide(spec, [each["tables"][number] for each in shown]) for number, spec in enumerate(specs)
+        ]
 
     @property
     def is_outdated(self) -> bool:
@@ -114,7 +117,7 @@ class RowsSeen:
         """A copy of the rows of these keys, none of which has changed meanwhile; none: the servers are to be asked,
         which change them all the time, or have new columns."""
         hashed, until_s = mixed(keys), time.perf_counter() + _PATIENCE_S
-        places = each_owns(hashed, len(self._boards))
+        owner = owners_of(hashed, len(self._boards))
         for _ in range(_TRIES):
             changes = self._changes()
             while any(number % 2 for number in changes):
@@ -123,30 +126,39 @@ class RowsSeen:
                 os.sched_yield()
                 changes = self._changes()
             futex.fence()
-            rows = self._read(table, keys, hashed, places)
+            rows = self._tables[table].read(keys, hashed, owner)
             futex.fence()
             if self.is_outdated:
                 return None
             if changes == self._changes():
-                self.num_read = sum(len(own) > 0 for own in places)
+                self.num_read = int(owner.bincount().count_nonzero())
                 return rows
         return None
-
-    def _read(self, table: int, keys: Tensor, hashed: Tensor, places: Sequence[Tensor]) -> Tensor:
-        views = self._tables[table]
-        if len(views) == 1:
-            return views[0].read(keys, hashed)
-        rows = views[0].spec.empty_rows(len(keys))
-        for view, own in zip(views, places, strict=True):
-            its_keys, its_hashed = (torch.from_numpy(each.numpy().take(own.numpy())) for each in (keys, hashed))
-            rows.numpy()[own.numpy()] = view.read(its_keys, its_hashed).numpy()
-        return rows
 
     def _changes(self) -> list[int]:
         return [board[_CHANGES] for board in self._boards]
 
 
-def _view(spec: TableSpec, shown: Mapping[str, Any]) -> RowsView:
-    keys, slots, rows = (SharedBlock.open(BlockAddress(*address)).tensor for address in shown["columns"])
-    of_buckets = (column.view(torch.int64).view(-1, BUCKET_KEYS) for column in (keys, slots))
-    return RowsView(spec, shown["seed"], *of_buckets, rows.view(spec.dtype).view(-1, spec.dim))
+@final
+class _SideBySide:
+    """A table's parts on all servers, in which rows are found at once."""
+
+    def __init__(self, spec: TableSpec, shown: Sequence[Mapping[str, Any]]) -> None:
+        self._spec, self._seed = spec, shown[0]["seed"]
+        of_each = [[BlockAddress(*address) for address in each["columns"]] for each in shown]
+        keys, slots, rows = zip(*of_each, strict=True)
+        row_bytes, bucket_bytes = spec.dim * spec.dtype.itemsize, BUCKET_KEYS * torch.int64.itemsize
+        of_keys, first_buckets = side_by_side(keys, unit_bytes=bucket_bytes)
+        of_slots, _ = side_by_side(slots, unit_bytes=bucket_bytes)
+        of_rows, first_rows = side_by_side(rows, unit_bytes=row_bytes)
+        self._columns = tuple(column.view(torch.int64).view(-1, BUCKET_KEYS) for column in (of_keys, of_slots))
+        self._rows = of_rows[: len(of_rows) // row_bytes * row_bytes].view(spec.dtype).view(-1, spec.dim)
+        masks = [address.num_bytes // bucket_bytes - 1 for address in keys]
+        self._first_buckets, self._masks, self._first_rows = (
+            torch.tensor(each).numpy() for each in (first_buckets, masks, first_rows)
+        )
+
+    def read(self, keys: Tensor, hashed: Tensor, owner: Tensor) -> Tensor:
+        of = owner.numpy()
+        slots = find(keys, hashed, *self._columns, self._first_buckets.take(of), self._masks.take(of))
+        return rows_of(self._spec, self._rows, keys, slots, seed=self._seed, begin=self._first_rows.take(of))

@@ -30,10 +30,11 @@ def shifted(bits: Tensor, by: int) -> Tensor:
 
 def owners(keys: Tensor, num_servers: int) -> Tensor:
     """The server of each key: the hashed keys, as numbers without sign, are cut into ranges of the same length."""
-    return _owners(mixed(keys), num_servers)
+    return owners_of(mixed(keys), num_servers)
 
 
-def _owners(hashed: Tensor, num_servers: int) -> Tensor:
+def owners_of(hashed: Tensor, num_servers: int) -> Tensor:
+    """The same of keys that were mixed."""
     owner = _unsigned(hashed) >> 32
     owner *= num_servers
     owner >>= 32
@@ -44,7 +45,7 @@ def each_owns(hashed: Tensor, num_servers: int) -> list[Tensor]:
     """For each server, where among these mixed keys its own are."""
     if num_servers == 1:
         return [torch.arange(len(hashed))]
-    owner = _owners(hashed, num_servers).numpy()
+    owner = owners_of(hashed, num_servers).numpy()
     return [torch.from_numpy((owner == server).nonzero()[0]) for server in range(num_servers)]
 
 

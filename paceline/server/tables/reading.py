@@ -1,6 +1,6 @@
 """How rows are read: by the server that has them, and by workers on its host that see its memory."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,22 @@ class RowsView(NamedTuple):
     def read(self, keys: Tensor, hashed: Tensor) -> Tensor:
         """A copy of the rows of these keys, which were mixed; a row that was never updated has its first values."""
         slots = find(keys, hashed, self.keys_of_buckets, self.slots_of_buckets)
-        # Slots that are read while they change may be any number; then the rows do not count.
-        rows = torch.from_numpy(self.rows.numpy().take(slots.numpy(), axis=0, mode="clip"))
-        if len(slots) and slots.numpy().min() < 0:
-            is_new = slots < 0
-            rows[is_new] = first_values(self.spec, keys[is_new], seed=self.seed)
-        return rows
+        return rows_of(self.spec, self.rows, keys, slots, seed=self.seed)
+
+
+def rows_of(spec: TableSpec, rows: Tensor, keys: Tensor, slots: Tensor, *, seed: int, begin: Any = 0) -> Tensor:
+    """A copy of the rows in these slots.
+
+    Args:
+        slots: of each key; below 0 where it has none.
+        begin: of each key, where among the rows those of slot 0 on are.
+    """
+    # Slots that are read while they change may be any number; then the rows do not count.
+    found = torch.from_numpy(rows.numpy().take(slots.numpy() + begin, axis=0, mode="clip"))
+    if len(slots) and slots.numpy().min() < 0:
+        is_new = slots < 0
+        found[is_new] = first_values(spec, keys[is_new], seed=seed)
+    return found
 
 
 def first_values(spec: TableSpec, keys: Tensor, *, seed: int) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 from paceline.server.tables.hashing import mixed
 from paceline.server.tables.storage import Address, Column, InMemory, Storage
 
-BUCKET_KEYS = 8  # keys of a bucket: a cache line
+_BUCKET_BITS = 3
+BUCKET_KEYS = 1 << _BUCKET_BITS  # a cache line of them
 _LEAST_BUCKETS = 64
 _FULLEST = 0.4  # of all places; then 1 bucket in 60 is full (Poisson), and a key may lie in the one after it
 _FREE = 0  # keys lie with all bits inverted, since new memory is 0
@@ -105,8 +106,8 @@ def find(
     while len(wanted):
         inside = inside_of.take(buckets, axis=0)
         (hits,) = (inside == wanted[:, None]).reshape(-1).nonzero()
-        rows = hits // BUCKET_KEYS
-        theirs = slots_of.take(buckets.take(rows) * BUCKET_KEYS + hits % BUCKET_KEYS)
+        rows = hits >> _BUCKET_BITS
+        theirs = slots_of.take((buckets.take(rows) << _BUCKET_BITS) + (hits & (BUCKET_KEYS - 1)))
         found[rows if left is None else left[rows]] = theirs
         goes_on = inside[:, -1] != _FREE  # the bucket is full
         goes_on[rows] = False

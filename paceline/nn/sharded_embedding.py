@@ -191,7 +191,8 @@ class ShardedEmbedding(nn.Module):
         keys = self.spec.checked(keys)
         if are_different(keys.cpu().flatten()):
             return keys.flatten().clone(), None  # the script may change its own before the step
-        return keys.unique(return_inverse=True)
+        unique, places = keys.unique(return_inverse=True)
+        return unique, places
 
     def _read(self, keys: Tensor) -> Tensor:
         """The rows of these keys, none of which comes twice; backward notes their gradients."""
@@ -228,7 +229,7 @@ class _Noted(torch.autograd.Function):
         return read()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.note(gradient)
         return None, None, None

@@ -151,7 +151,7 @@ class _SideBySide:
         of_keys, first_buckets = side_by_side(keys, unit_bytes=bucket_bytes)
         of_slots, _ = side_by_side(slots, unit_bytes=bucket_bytes)
         of_rows, first_rows = side_by_side(rows, unit_bytes=row_bytes)
-        self._columns = tuple(column.view(torch.int64).view(-1, BUCKET_KEYS) for column in (of_keys, of_slots))
+        self._keys, self._slots = (each.view(torch.int64).view(-1, BUCKET_KEYS) for each in (of_keys, of_slots))
         self._rows = of_rows[: len(of_rows) // row_bytes * row_bytes].view(spec.dtype).view(-1, spec.dim)
         masks = [address.num_bytes // bucket_bytes - 1 for address in keys]
         self._first_buckets, self._masks, self._first_rows = (
@@ -160,5 +160,5 @@ class _SideBySide:
 
     def read(self, keys: Tensor, hashed: Tensor, owner: Tensor) -> Tensor:
         of = owner.numpy()
-        slots = find(keys, hashed, *self._columns, self._first_buckets.take(of), self._masks.take(of))
+        slots = find(keys, hashed, self._keys, self._slots, self._first_buckets.take(of), self._masks.take(of))
         return rows_of(self._spec, self._rows, keys, slots, seed=self._seed, begin=self._first_rows.take(of))

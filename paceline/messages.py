@@ -3,6 +3,7 @@
 Nothing is ever unpickled.
 """
 
+import itertools
 import json
 import math
 import struct
@@ -61,6 +62,7 @@ class Kind(IntEnum):
     SET_ROWS = 24
     SAVE_ROWS = 25
     LOAD_ROWS = 26
+    SHOW_ROWS = 27
     RECORDS = 32
     PULSE = 33
     FILE = 34
@@ -197,6 +199,14 @@ def from_frames(frames: Sequence[Raw], tensors: Sequence[Tensor]) -> None:
                 raise WireError("a message is cut into frames that cross tensors")
             target[start : start + len(raw)] = raw
             start += len(raw)
+
+
+def cut_for(frames: Sequence[Raw], tensors: Sequence[Tensor]) -> Sequence[Raw]:
+    """Where one frame has all bytes, as on a line, a frame for each of the tensors."""
+    if len(frames) != 1:
+        return frames
+    [raw], ends = [raw_bytes(frame) for frame in frames], list(itertools.accumulate(each.nbytes for each in tensors))
+    return [raw[end - tensor.nbytes : end] for end, tensor in zip(ends, tensors, strict=True)] + [raw[sum(ends[-1:]) :]]
 
 
 def view_of(frames: Sequence[Raw], *, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

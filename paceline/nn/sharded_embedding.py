@@ -1,18 +1,19 @@
 """An embedding whose rows are not among the model's parameters: servers hold them, or this process alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, final
+from typing import Any, Literal, Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from paceline.errors import UsageError
 from paceline.row_file import RowFile
 from paceline.server.tables.row_optimizers import RowOptimizer, of_text
-from paceline.server.tables.spec import RowGradients, TableSpec, summed
+from paceline.server.tables.spec import RowGradients, TableSpec, are_different, summed
 from paceline.server.tables.table import Table
 
 
@@ -88,8 +89,9 @@ class ShardedEmbedding(nn.Module):
         Raises:
             UsageError: a key is out of range or no whole number; the message names it and the table.
         """
-        rows, places = self._read(keys)
-        return F.embedding(places, rows)
+        unique, places = self._once(keys)
+        rows = self._read(unique)
+        return rows.view(*keys.shape, self.dim) if places is None else F.embedding(places, rows)
 
     def bag(self, keys: Tensor, offsets: Tensor, mode: Literal["sum", "mean"] = "mean") -> Tensor:
         """The sum or mean of the rows of each bag, shape (bags, dim); of an empty one 0.
@@ -101,8 +103,10 @@ class ShardedEmbedding(nn.Module):
         Raises:
             UsageError: as `forward`.
         """
-        rows, places = self._read(keys)
-        return F.embedding_bag(places, rows, offsets, mode=mode)
+        unique, places = self._once(keys)
+        if places is None:
+            places = torch.arange(keys.numel(), device=keys.device).view(keys.shape)
+        return F.embedding_bag(places, self._read(unique), offsets, mode=mode)
 
     def update(self) -> None:
         """Update the rows in this process with what backward passes have found since the last time. The step of a
@@ -181,15 +185,27 @@ class ShardedEmbedding(nn.Module):
                 return f"row {key} of table {self.spec.name}"
         return None
 
-    def _read(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of these keys, once each, and where among them each key's is."""
+    def _once(self, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+        """These keys once each, and where among them each one is; nowhere: none comes twice, and they are in order."""
         self._require_unscaled(keys.device.type)
-        unique, places = self.spec.checked(keys).unique(return_inverse=True)
-        rows = self._home.read(unique.cpu()).to(keys.device)
-        if torch.is_grad_enabled():
-            rows.requires_grad_()
-            rows.register_hook(partial(self._note, unique.cpu()))
-        return rows, places
+        keys = self.spec.checked(keys)
+        if are_different(keys.cpu().flatten()):
+            return keys.flatten().clone(), None  # the script may change its own before the step
+        unique, places = keys.unique(return_inverse=True)
+        return unique, places
+
+    def _read(self, keys: Tensor) -> Tensor:
+        """The rows of these keys, none of which comes twice; backward notes their gradients."""
+        own = keys.cpu()
+
+        def read() -> Tensor:
+            return self._home.read(own).to(keys.device)
+
+        if not torch.is_grad_enabled():
+            return read()
+        anchor = torch.empty(0, requires_grad=True)
+        rows: Tensor = _Noted.apply(anchor, read, partial(self._note, own))  # type: ignore[no-untyped-call]
+        return rows
 
     def _note(self, keys: Tensor, gradient: Tensor) -> None:
         self._found.append(RowGradients(keys, gradient.detach().cpu().clone()))
@@ -201,3 +217,19 @@ class ShardedEmbedding(nn.Module):
                 f"table {self.spec.name!r}: automatic mixed precision in float16 scales the loss, and rows would be "
                 "updated with scaled gradients; use bfloat16"
             )
+
+
+class _Noted(torch.autograd.Function):
+    """Rows that are no leaf, so that a script may change them in place, and whose gradient is noted."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, read: Callable[[], Tensor], note: Callable[[Tensor], None]) -> Tensor:
+        """`anchor`: has backward come here."""
+        ctx.note = note
+        return read()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.note(gradient)
+        return None, None, None

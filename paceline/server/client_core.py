@@ -87,6 +87,7 @@ class ClientCore:
         self._rank, self._epoch, self._carries_bytes = rank, epoch, carries_bytes
         self._servers = [_Server(is_beside, epoch) for is_beside in beside]
         self._layout: Layout | None = None
+        self._rows: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]] = ()
         self._clock = 0
         self._begun_at = 0  # the iteration at which clocks began
         self._num_due = 0
@@ -155,6 +156,12 @@ class ClientCore:
             if server.coded is not None:
                 server.coded.settle(is_applied=staleness >= 0)
 
+    def take_along(self, rows: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> bool:
+        """Have the next exchange bring each server, which are all beside, these gradients of rows; false, and nothing
+        done, where a server gets its push only when another one has decided."""
+        self._rows = () if self.has_followers else rows
+        return not self.has_followers
+
     def exchange(self, push: Push) -> list[Send]:
         body: dict[str, Any] = {}
         if push.groups is not None:
@@ -177,10 +184,13 @@ class ClientCore:
             body=body,
         )
 
-        def requests(_: int, server: _Server) -> list[Message]:
+        rows, self._rows = self._rows, ()
+
+        def requests(index: int, server: _Server) -> list[Message]:
             if server.is_beside and server.follows:
                 return []  # it gets the push with the decision
-            return [request()] if push.void else self._pushed_to(server, request)
+            pushed = [request()] if push.void else self._pushed_to(server, request)
+            return [_with_rows(pushed[0], *rows[index])] if rows else pushed
 
         self._pushed = push, request
         return self._ask(f"exchange of clock {self._clock}", requests)
@@ -421,3 +431,11 @@ class ClientCore:
 
 def _pushed_bytes(server: _Server) -> int:
     return server.range_bytes if server.coded is None else server.coded.num_bytes
+
+
+def _with_rows(push: Message, about: Mapping[str, Any], tensors: Sequence[Tensor]) -> Message:
+    """The push to a server beside, whose own tensors are in memory that it reaches."""
+    push.body = {**push.body, "rows": about}
+    push.payload = to_frames(tensors)
+    push.tensor_bytes += sum(tensor.nbytes for tensor in tensors)
+    return push

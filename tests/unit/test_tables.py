@@ -471,6 +471,21 @@ def test_messages_that_make_no_sense_are_refused(message: Message, error: str) -
 # --- the layer in one process --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keys", [[5], [4, 9, 0], [4, 9, 4, 0], [[1, 2], [2, 3]], [[7, 1], [3, 2]], []])
+def test_gradients_are_as_of_a_sparse_embedding(keys: list[Any]) -> None:
+    """Whether a key comes twice or not; what the layer gives may be changed in place."""
+    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd:lr=1")
+    twin = torch.nn.Embedding(NUM_ROWS, DIM, sparse=True, _weight=table(torch.arange(NUM_ROWS)).detach())
+    indices = torch.tensor(keys, dtype=torch.int64)
+    for layer in (table, twin):
+        for factor in (1.0, -2.0):
+            (layer(indices).mul_(factor) ** 2 * factor).sum().backward()
+    assert twin.weight.grad is not None
+    expected = twin.weight.detach() - twin.weight.grad.to_dense()
+    table.update()
+    torch.testing.assert_close(table(torch.arange(NUM_ROWS)), expected)
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     bags=st.lists(st.lists(st.integers(0, NUM_ROWS - 1), max_size=4), min_size=1, max_size=5),
@@ -488,6 +503,16 @@ def test_bags_are_as_of_an_embedding_bag(bags: list[list[int]], mode: Any) -> No
     table.update()
     torch.optim.SGD(twin.parameters(), lr=0.5).step()
     torch.testing.assert_close(table(torch.arange(NUM_ROWS)).detach(), twin.weight.detach())
+
+
+def test_keys_may_be_changed_after_their_rows_were_read() -> None:
+    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd:lr=1", std=0.0)
+    keys = torch.tensor([1, 2])
+    rows = table(keys)
+    keys.fill_(7)
+    rows.sum().backward()
+    table.update()
+    assert table(torch.tensor([1, 2, 7])).detach()[:, 0].tolist() == [-1, -1, 0]
 
 
 def test_several_uses_of_a_table_add_up() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.comm.wire import Caller, Keys, Listener
 from paceline.engines.striking import connections
-from paceline.messages import FRAME_BYTES, Kind, Message, WireError, as_bytes, from_frames, to_frames
+from paceline.messages import FRAME_BYTES, Kind, Message, WireError, as_bytes, cut_for, from_frames, to_frames
 from tests.threads import running
 
 WITHIN_S = 60.0
@@ -200,6 +200,20 @@ def test_frames_may_be_cut_in_any_way_within_a_tensor() -> None:
     raw = struct.pack("<2f", 1, 2)
     from_frames([raw[:3], b"", raw[3:], b"\1\2\3", b""], received)
     assert [tensor.tolist() for tensor in received] == [[1, 2], [1, 2, 3]]
+
+
+def test_one_frame_may_be_cut_for_several_tensors() -> None:
+    received = [torch.zeros(2), torch.zeros(0), torch.zeros(3, dtype=torch.uint8)]
+    raw = struct.pack("<2f", 1, 2) + b"\1\2\3"
+    from_frames(cut_for([raw], received), received)
+    assert [tensor.tolist() for tensor in received] == [[1, 2], [], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("size", [0, 7, 10, 12])
+def test_one_frame_of_another_length_is_refused(size: int) -> None:
+    tensors = [torch.zeros(2), torch.zeros(3, dtype=torch.uint8)]
+    with pytest.raises(WireError, match=f"carries {size} bytes of tensors instead of 11"):
+        from_frames(cut_for([bytes(size)], tensors), tensors)
 
 
 def test_a_tensor_in_pieces_of_memory_is_refused() -> None:

@@ -117,7 +117,14 @@ class ServerGroup(Store):
         self._initialise(iteration=iteration)
 
     def open_tables(self, specs: Sequence[TableSpec]) -> TableStore:
-        return ServedTables(self._carrier, specs, collective=self._collective, timing=self.timing, epoch=self._epoch)
+        return ServedTables(
+            self._carrier,
+            specs,
+            collective=self._collective,
+            timing=self.timing,
+            epoch=self._epoch,
+            give_with_push=self._client.take_along,
+        )
 
     def abort(self, reason: str) -> None:
         self._carrier.abort(reason)

@@ -11,6 +11,7 @@ from typing import Any, final
 from paceline.comm.servers.copies import identity_of_server
 from paceline.comm.servers.lending import Lending, can_lend
 from paceline.comm.servers.line import LINE_BYTES, ServerLine
+from paceline.comm.servers.rows_in_view import RowsInView
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.errors import PacelineError
 from paceline.messages import Kind, Message, Raw, WireError
@@ -84,6 +85,7 @@ class Holding:
             self._shared = SharedBlock.create(num_bytes)
         if can_lend(spec):
             self._lending = Lending(spec)
+        self.core.tables.new_memory = RowsInView
         self.core.configure(spec, memory=self._shared.tensor[:num_bytes] if self._shared is not None else None)
         self._spec = spec
 

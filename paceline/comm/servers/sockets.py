@@ -27,7 +27,10 @@ from paceline.server.client_core import ClientCore
 from paceline.server.server_core import Send
 from paceline.server.spec import OptimizerSpec, Reply
 
-_ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind.JOIN, Kind.LEAVE, Kind.READ_ROWS})
+_ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind.JOIN, Kind.LEAVE}) | {
+    Kind.READ_ROWS,
+    Kind.PUSH_ROWS,
+}
 # A waiting worker first offers its core, where the server then runs without being woken on another. Conv net, two
 # workers and a server on two cores, medians of three: ps-bsp 42,000 samples/s sleeping at once, 50,000 so; ps-asp
 # 50,000 and 55,000. With more workers than cores they sleep at once, for others can use the core.
@@ -138,6 +141,7 @@ class SocketCarrier(Carrier):
         self._memory: Mapping[str, Any] = {}
         self._yield_s = _YIELD_S if num_workers <= len(os.sched_getaffinity(0)) else 0.0
         self.beside = [server.bell is not None for server in servers]
+        self.sees_rows = all(self.beside) and moves is None
         self._links = [
             _Link(
                 Caller(keys, endpoint=server.endpoint, identity=identity_of(rank, number).decode()),

@@ -1,6 +1,7 @@
 """A worker's way to the rows of a run's tables, whose servers it asks as `ServerGroup` does."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
@@ -8,9 +9,12 @@ from torch import Tensor
 
 from paceline.comm.base import Collective, TableStore, Timing
 from paceline.comm.servers.carrier import Carrier
+from paceline.comm.servers.rows_in_view import RowsSeen
+from paceline.errors import PeerLost
+from paceline.messages import HEAD_BYTES
 from paceline.row_file import RowFile
 from paceline.server.server_core import Send
-from paceline.server.tables.client_core import TableClient
+from paceline.server.tables.client_core import Given, TableClient
 from paceline.server.tables.spec import RowGradients, TableSpec
 
 
@@ -19,25 +23,61 @@ class ServedTables(TableStore):
     """
     Args:
         timing: of the store, which what this takes is added to.
+        give_with_push: has the store's next exchange take this along, for each server; false: it cannot.
     """
 
     def __init__(
-        self, carrier: Carrier, specs: Sequence[TableSpec], *, collective: Collective, timing: Timing, epoch: int
+        self,
+        carrier: Carrier,
+        specs: Sequence[TableSpec],
+        *,
+        collective: Collective,
+        timing: Timing,
+        epoch: int,
+        give_with_push: Callable[[Sequence[Given]], bool],
     ) -> None:
+        self._give_with_push = give_with_push
         self._carrier, self._collective, self._timing = carrier, collective, timing
+        self._specs, self._sees_rows = specs, carrier.sees_rows
+        self._seen: RowsSeen | None = None
         self._client = TableClient(specs, rank=collective.rank, epoch=epoch, num_servers=len(carrier.beside))
         if collective.rank == 0:
             self._ask(self._client.open())
         collective.barrier()
 
     def read(self, table: int, keys: Tensor) -> Tensor:
+        began_s = time.perf_counter()
+        rows = self._look(table, keys)
+        if rows is not None and self._seen is not None:
+            self._timing.communication_s += time.perf_counter() - began_s
+            # As messages would have moved.
+            self._timing.moved_bytes += 2 * HEAD_BYTES * self._seen.num_read + keys.nbytes + rows.nbytes
+            return rows
         sends = self._client.read(table, keys)
         if sends:  # there is a key
             self._timed(sends)
         return self._client.rows()
 
+    def _look(self, table: int, keys: Tensor) -> Tensor | None:
+        """The rows where they lie; none: the servers are to be asked."""
+        if not self._sees_rows:
+            return None
+        if self._seen is None or self._seen.is_outdated:
+            self._ask(self._client.show())
+            shown = self._client.shown()
+            if not all("board" in each for each in shown):
+                self._sees_rows = False
+                return None
+            try:
+                self._seen = RowsSeen(self._specs, shown)
+            except PeerLost:  # another worker's update has made new columns meanwhile
+                return None
+        return self._seen.read(table, keys)
+
     def push(self, gradients: Sequence[RowGradients | None], *, weight: float) -> None:
-        self._timed(self._client.push(gradients, weight=weight))
+        is_given = self._carrier.sees_rows and self._give_with_push(self._client.parts(gradients, weight=weight))
+        if not is_given:
+            self._timed(self._client.push(gradients, weight=weight))
 
     def state(self, table: int) -> dict[str, Tensor]:
         self._ask(self._client.get_state(table))

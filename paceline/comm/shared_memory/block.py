@@ -1,10 +1,11 @@
 """A piece of memory without a name that processes of one host share."""
 
+import contextlib
 import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -77,21 +78,9 @@ class SharedBlock:
 
     @classmethod
     def open(cls, address: BlockAddress) -> "SharedBlock":
-        """Another process's block. Raises PeerLost as `open_descriptor`, or if it has another size, could shrink
-        while it is mapped, or cannot be mapped."""
-        fd = open_descriptor(address.pid, address.fd, link=f"/memfd:{address.name} (deleted)", flags=os.O_RDWR)
-        try:
-            if os.fstat(fd).st_size != address.num_bytes:
-                raise PeerLost(f"shared memory of process {address.pid} has not the size that was announced")
-            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise PeerLost(
-                    f"shared memory of process {address.pid} is not sealed: it could shrink under its readers"
-                )
+        """Another process's block. Raises PeerLost as `open_block`."""
+        with open_block(address) as fd:
             return cls(fd, address, keep_descriptor=False)
-        except (OSError, ValueError) as error:
-            raise PeerLost(f"cannot map {address.num_bytes} bytes of process {address.pid}: {error}") from None
-        finally:
-            os.close(fd)
 
     def close_descriptor(self) -> None:
         """Let nobody else open the block; call it once all peers have. A second call does nothing."""
@@ -104,6 +93,23 @@ class SharedBlock:
         self.close_descriptor()
         self.buffer = memoryview(b"")
         self.tensor = torch.empty(0, dtype=torch.uint8)
+
+
+@contextlib.contextmanager
+def open_block(address: BlockAddress) -> Iterator[int]:
+    """A descriptor of another process's block, which is mapped meanwhile. Raises PeerLost as `open_descriptor`, or if
+    the block has another size, could shrink while it is mapped, or cannot be mapped."""
+    fd = open_descriptor(address.pid, address.fd, link=f"/memfd:{address.name} (deleted)", flags=os.O_RDWR)
+    try:
+        if os.fstat(fd).st_size != address.num_bytes:
+            raise PeerLost(f"shared memory of process {address.pid} has not the size that was announced")
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise PeerLost(f"shared memory of process {address.pid} is not sealed: it could shrink under its readers")
+        yield fd
+    except (OSError, ValueError) as error:
+        raise PeerLost(f"cannot map {address.num_bytes} bytes of process {address.pid}: {error}") from None
+    finally:
+        os.close(fd)
 
 
 def exchange_blocks(

@@ -15,8 +15,11 @@ from paceline.row_file import RowFile
 from paceline.server.server_core import Send
 from paceline.server.state import pack, unpack
 from paceline.server.tables.dividing import divided, joined
-from paceline.server.tables.hashing import owners
+from paceline.server.tables.hashing import each_owns, mixed
 from paceline.server.tables.spec import RowGradients, TableSpec
+
+Given = tuple[dict[str, Any], list[Tensor]]
+"""To a server, of all tables: plain data, and tensors."""
 
 
 @final
@@ -55,15 +58,21 @@ class TableClient:
         ]
         return self._ask(f"rows of table {self._specs[table].name!r}", Kind.READ_ROWS, requests)
 
+    def show(self) -> list[Send]:
+        """Ask where workers on a server's host see its rows."""
+        return self._ask("where rows are", Kind.SHOW_ROWS, [({}, [])] * self._num_servers)
+
     def push(self, gradients: Sequence[RowGradients | None], *, weight: float) -> list[Send]:
         """Give every server the gradients of its rows, for the update that the worker's next push of the model is for.
 
         Args:
             gradients: for each table; none: it was not used.
         """
-        requests: list[tuple[dict[str, Any], list[Tensor]]] = [
-            ({"weight": weight, "counts": []}, []) for _ in range(self._num_servers)
-        ]
+        return self._ask("gradients of rows", Kind.PUSH_ROWS, self.parts(gradients, weight=weight))
+
+    def parts(self, gradients: Sequence[RowGradients | None], *, weight: float) -> list[Given]:
+        """What `push` gives each server."""
+        requests: list[Given] = [({"weight": weight, "counts": []}, []) for _ in range(self._num_servers)]
         for each in gradients:
             if each is None:
                 for body, _ in requests:
@@ -72,7 +81,7 @@ class TableClient:
             for (body, tensors), own in zip(requests, self._places(each.keys), strict=True):
                 body["counts"].append(len(own))
                 tensors += [each.keys.index_select(0, own), each.values.index_select(0, own)]
-        return self._ask("gradients of rows", Kind.PUSH_ROWS, requests)
+        return requests
 
     def get_state(self, table: int) -> list[Send]:
         return self._ask("all rows", Kind.GET_ROWS, [({"table": table}, [])] * self._num_servers)
@@ -136,6 +145,10 @@ class TableClient:
                 rows.index_copy_(0, own, part)
         return rows
 
+    def shown(self) -> list[Mapping[str, Any]]:
+        """By server; empty where it shows none."""
+        return [answer.body for _, answer in sorted(self._answers.items()) if answer is not None]
+
     def saved(self) -> list[RowFile]:
         """Raises NotWritten, which says why, if a server could not."""
         bodies = [answer.body for answer in self._answers.values() if answer is not None]
@@ -157,9 +170,7 @@ class TableClient:
 
     def _places(self, keys: Tensor) -> list[Tensor]:
         """Of each server, where among these keys its own are, in their order."""
-        owner = owners(keys, self._num_servers)
-        counts = owner.bincount(minlength=self._num_servers)
-        return list(owner.argsort(stable=True).split(counts.tolist()))
+        return each_owns(mixed(keys), self._num_servers)
 
     def _ask(
         self, what: str, kind: Kind, requests: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]] | None]

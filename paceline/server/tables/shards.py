@@ -7,19 +7,20 @@ workers' rows, under ssp and asp one of each worker's. What a later push finds s
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.messages import Kind, Message, WireError, from_frames, raw_bytes, to_frames, view_of
+from paceline.messages import Kind, Message, WireError, cut_for, from_frames, raw_bytes, to_frames, view_of
 from paceline.row_file import RowFile
 from paceline.server.shard import Applied
 from paceline.server.state import pack, unpack
 from paceline.server.tables.spec import RowGradients, TableSpec, summed
-from paceline.server.tables.storage import InFiles, InMemory, TableFiles
+from paceline.server.tables.storage import InFiles, InMemory, Storage, TableFiles
 from paceline.server.tables.table import Table
 
 Fields = Mapping[str, Any]
@@ -39,11 +40,15 @@ class TableShards:
     def __init__(self) -> None:
         self.files: TableFiles | None = None
         """Where the tables are to lie; none: in memory."""
+        self.new_memory: Callable[[], Storage] = InMemory
+        """What they lie in otherwise."""
+        self._storage: Storage = InMemory()
         self._tables: list[Table] = []
         self._waiting: dict[int, _Waiting] = {}  # by worker
         self.handlers = {
             Kind.OPEN_TABLES: self._open,
             Kind.READ_ROWS: self._read,
+            Kind.SHOW_ROWS: self._show,
             Kind.PUSH_ROWS: self._push,
             Kind.GET_ROWS: self._get,
             Kind.SET_ROWS: self._set,
@@ -93,15 +98,23 @@ class TableShards:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _open(self, message: Message) -> Fields:
-        storage = InMemory() if self.files is None else InFiles(self.files)
-        self._tables = [Table(TableSpec.of_plain(plain), storage) for plain in message.body["tables"]]
+        self._storage = self.new_memory() if self.files is None else InFiles(self.files)
+        self._tables = [Table(TableSpec.of_plain(plain), self._storage) for plain in message.body["tables"]]
         return {}
+
+    def _show(self, message: Message) -> Fields:
+        """Where workers on this host see the rows."""
+        return {"body": {**self._storage.plain_view(), "tables": [table.plain_view() for table in self._tables]}}
 
     def _read(self, message: Message) -> Fields:
         count = _count(message.body["count"], message)
         keys = view_of(message.payload, dtype=torch.int64, shape=(count,)).clone()  # the worker can change its memory
         rows = self._table(message).read(keys)
         return {"payload": to_frames([rows]), "tensor_bytes": rows.nbytes}
+
+    def receive_push(self, message: Message) -> None:
+        """Gradients of rows that come with the push that they belong to. Raises WireError as `receive`."""
+        self.receive(replace(message, kind=Kind.PUSH_ROWS, body=message.body["rows"]))
 
     def _push(self, message: Message) -> Fields:
         weight, counts = message.body["weight"], message.body["counts"]
@@ -113,7 +126,8 @@ class TableShards:
             else RowGradients(torch.empty(_count(count, message), dtype=torch.int64), table.spec.empty_rows(count))
             for count, table in zip(counts, self._tables, strict=True)
         ]
-        from_frames(message.payload, [tensor for each in gradients if each is not None for tensor in each])
+        tensors = [tensor for each in gradients if each is not None for tensor in each]
+        from_frames(cut_for(message.payload, tensors), tensors)
         for table, given in zip(self._tables, gradients, strict=True):
             if given is not None:
                 table.require(given)

@@ -6,9 +6,10 @@ import os
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -23,11 +24,16 @@ _REMEDIES = {
 }
 
 
+Address = tuple[int, ...]
+"""Where other processes of this host find a column; empty: nowhere."""
+
+
 class Column(ABC):
     """Entries of one width, in the order of their slots."""
 
     values: Tensor
     """Shape (entries, width); another tensor after `reserve`."""
+    address: Address = ()
 
     @abstractmethod
     def reserve(self, num: int) -> None:
@@ -39,6 +45,14 @@ class Storage(ABC):
 
     piece_bytes: ClassVar[int]
     """Of rows that are looked at between two calls of `trim`, at most."""
+
+    def plain_view(self) -> dict[str, Any]:
+        """How other processes of this host see columns, as plain data; empty: they do not."""
+        return {}
+
+    def changing(self) -> AbstractContextManager[None]:
+        """While entries that are known change."""
+        return nullcontext()
 
     @abstractmethod
     def column(self, num: int, width: int, dtype: torch.dtype) -> Column:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -10,9 +10,10 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.row_file import RowFile
 from paceline.server.tables import row_files
-from paceline.server.tables.hashing import normal
+from paceline.server.tables.hashing import mixed
+from paceline.server.tables.reading import RowsView, first_values
 from paceline.server.tables.slots import Slots
-from paceline.server.tables.spec import RowGradients, TableSpec
+from paceline.server.tables.spec import RowGradients, TableSpec, are_different
 from paceline.server.tables.storage import Column, InMemory, Storage
 
 _LEAST_ROWS = 64
@@ -40,18 +41,22 @@ class Table:
     def read(self, keys: Tensor) -> Tensor:
         """A copy of these keys' rows, shape (keys, dim). A row that was never updated has its first values, and is not
         made. Raises UsageError for a key that is none of the table's."""
-        keys = self.spec.checked(keys)
+        keys, view = self.spec.checked(keys), self.view
+        if len(keys) <= self._piece:
+            return view.read(keys, mixed(keys))
         rows = self.spec.empty_rows(len(keys))
         for some, target in zip(keys.split(self._piece), rows.split(self._piece), strict=True):
-            slots = self._slots.find(some)
-            is_new = slots < 0
-            has_new = bool(is_new.any())
-            known = slots.clamp(min=0) if has_new else slots
-            torch.index_select(self._columns[_ROWS].values, 0, known, out=target)
-            if has_new:
-                target[is_new] = self._first_values(some[is_new])
+            target.copy_(view.read(some, mixed(some)))
             self._storage.trim()
         return rows
+
+    @property
+    def view(self) -> RowsView:
+        return RowsView(self.spec, self._seed, *self._slots.columns, self._columns[_ROWS].values)
+
+    def plain_view(self) -> dict[str, Any]:
+        """Where other processes of this host find what `view` has, as plain data."""
+        return {"seed": self._seed, "columns": [*self._slots.addresses, self._columns[_ROWS].address]}
 
     @torch.no_grad()
     def update(self, gradients: RowGradients) -> int:
@@ -65,8 +70,9 @@ class Table:
         part = {name: column.values.index_select(0, slots) for name, column in self._columns.items()}
         rows = part.pop(_ROWS)
         self.spec.optimizer.step(rows, gradients, part, number=self.num_updates)
-        for name, changed in {_ROWS: rows, **part}.items():
-            self._columns[name].values.index_copy_(0, slots, changed)
+        with self._storage.changing():
+            for name, changed in {_ROWS: rows, **part}.items():
+                self._columns[name].values.numpy()[slots.numpy()] = changed.numpy()  # half of what index_copy_ takes
         self._storage.trim()
         return gradients.nbytes + 2 * (rows.nbytes + sum(state.nbytes for state in part.values()))
 
@@ -80,8 +86,7 @@ class Table:
                 f"table {spec.name!r}: gradients of {len(keys)} rows are {spec.dtype} of shape {len(keys), spec.dim}, "
                 f"not {values.dtype} of shape {tuple(values.shape)}"
             )
-        in_order = bool((keys[1:] > keys[:-1]).all())  # as workers send them
-        if not in_order and len(keys.unique()) < len(keys):
+        if not are_different(keys):
             raise UsageError(f"table {spec.name!r}: a key comes twice among {len(keys)}")
         culprit = spec.nonfinite(gradients)
         if culprit is not None:
@@ -162,20 +167,16 @@ class Table:
         is_new = slots < 0
         if is_new.any():
             new = keys[is_new]
-            for column in (self._keys, *self._columns.values()):
-                column.reserve(len(self) + len(new))
-            slots[is_new] = made = self._slots.add(new)
-            self._keys.values[made, 0] = new
-            self._columns[_ROWS].values.index_copy_(0, made, self._first_values(new))
-            for name, (_, value) in self.spec.optimizer.state.items():
-                self._columns[name].values.index_fill_(0, made, value)
+            values = first_values(self.spec, new, seed=self._seed)
+            with self._storage.changing():
+                for column in (self._keys, *self._columns.values()):
+                    column.reserve(len(self) + len(new))
+                slots[is_new] = made = self._slots.add(new)
+                self._keys.values[made, 0] = new
+                self._columns[_ROWS].values.index_copy_(0, made, values)
+                for name, (_, value) in self.spec.optimizer.state.items():
+                    self._columns[name].values.index_fill_(0, made, value)
         return slots
-
-    def _first_values(self, keys: Tensor) -> Tensor:
-        spec = self.spec
-        if not spec.std:
-            return torch.zeros(len(keys), spec.dim, dtype=spec.dtype)
-        return (normal(keys, seed=self._seed, num=spec.dim) * spec.std).to(spec.dtype)
 
     def _empty(self, num_rows: int) -> tuple[Column, dict[str, Column]]:
         """For their keys, and by name for rows and what the optimizer keeps of them."""

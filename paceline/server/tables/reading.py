@@ -1,0 +1,49 @@
+"""How rows are read: by the server that has them, and by workers on its host that see its memory."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.server.tables.hashing import normal
+from paceline.server.tables.slots import find
+from paceline.server.tables.spec import TableSpec
+
+
+class RowsView(NamedTuple):
+    """A table, or a server's part of one, as it is now."""
+
+    spec: TableSpec
+    seed: int
+    keys_of_buckets: Tensor
+    slots_of_buckets: Tensor
+    """Both as `Slots.columns`."""
+    rows: Tensor
+    """In the order of their slots, and more that nobody has."""
+
+    def read(self, keys: Tensor, hashed: Tensor) -> Tensor:
+        """A copy of the rows of these keys, which were mixed; a row that was never updated has its first values."""
+        slots = find(keys, hashed, self.keys_of_buckets, self.slots_of_buckets)
+        return rows_of(self.spec, self.rows, keys, slots, seed=self.seed)
+
+
+def rows_of(spec: TableSpec, rows: Tensor, keys: Tensor, slots: Tensor, *, seed: int, begin: Any = 0) -> Tensor:
+    """A copy of the rows in these slots.
+
+    Args:
+        slots: of each key; below 0 where it has none.
+        begin: of each key, where among the rows those of slot 0 on are.
+    """
+    # Slots that are read while they change may be any number; then the rows do not count.
+    found = torch.from_numpy(rows.numpy().take(slots.numpy() + begin, axis=0, mode="clip"))
+    if len(slots) and slots.numpy().min() < 0:
+        is_new = slots < 0
+        found[is_new] = first_values(spec, keys[is_new], seed=seed)
+    return found
+
+
+def first_values(spec: TableSpec, keys: Tensor, *, seed: int) -> Tensor:
+    """Of rows that were never updated."""
+    if not spec.std:
+        return torch.zeros(len(keys), spec.dim, dtype=spec.dtype)
+    return (normal(keys, seed=seed, num=spec.dim) * spec.std).to(spec.dtype)

@@ -1,0 +1,156 @@
+"""Rows that workers on a server's host read themselves: the same as the server's, and never half of an update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.comm.servers.rows_in_view import RowsInView, RowsSeen
+from paceline.errors import PeerLost
+from paceline.server.tables.dividing import divided
+from paceline.server.tables.hashing import owners
+from paceline.server.tables.row_optimizers import of_text
+from paceline.server.tables.spec import RowGradients, TableSpec
+from paceline.server.tables.table import Table
+from tests.forks import FORKS
+
+DIM = 3
+SPECS = [
+    TableSpec("users", 2**63, DIM, of_text("adagrad:lr=0.1"), seed=4),
+    TableSpec("items", 1000, DIM, of_text("sgd:lr=1"), std=0.0, dtype=torch.float64),
+]
+KEYS = st.one_of(st.integers(0, 999), st.integers(0, 2**63 - 1))
+
+
+class Servers:
+    """Some, and a worker that looks at their rows."""
+
+    def __init__(self, num_servers: int) -> None:
+        self.storages = [RowsInView() for _ in range(num_servers)]
+        self.tables = [[Table(spec, storage) for spec in SPECS] for storage in self.storages]
+        self.seen = RowsSeen(SPECS, self.shown())
+
+    def shown(self) -> list[dict[str, Any]]:
+        return [
+            {**storage.plain_view(), "tables": [table.plain_view() for table in tables]}
+            for storage, tables in zip(self.storages, self.tables, strict=True)
+        ]
+
+    def update(self, number: int, gradients: RowGradients) -> None:
+        owner = owners(gradients.keys, len(self.tables))
+        for server, tables in enumerate(self.tables):
+            own = owner == server
+            if own.any():
+                tables[number].update(RowGradients(gradients.keys[own], gradients.values[own]))
+
+    def read(self, number: int, keys: Tensor) -> Tensor:
+        if self.seen.is_outdated:
+            assert self.seen.read(number, keys) is None
+            self.seen = RowsSeen(SPECS, self.shown())
+        rows = self.seen.read(number, keys)
+        assert rows is not None
+        return rows
+
+
+def gradients_of(keys: set[int], number: int, seed: int) -> RowGradients:
+    spec = SPECS[number]
+    values = torch.randn(len(keys), DIM, generator=torch.Generator().manual_seed(seed), dtype=spec.dtype)
+    return RowGradients(torch.tensor(sorted(keys), dtype=torch.int64), values)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    batches=st.lists(st.tuples(st.sets(KEYS, max_size=200), st.integers(0, 1)), max_size=6),
+    num_servers=st.integers(1, 3),
+)
+def test_rows_are_those_of_the_servers(batches: list[tuple[set[int], int]], num_servers: int) -> None:
+    """Also while tables grow, and of rows that were never updated."""
+    servers, twins = Servers(num_servers), [Table(spec) for spec in SPECS]
+    known = torch.arange(0, 1000, 7)
+    for seed, (keys, number) in enumerate(batches):
+        keys = {key for key in keys if key < SPECS[number].num_rows}
+        found = gradients_of(keys, number, seed)
+        servers.update(number, found)
+        twins[number].update(found)
+        for some in (known, found.keys, found.keys.flip(0)):
+            assert torch.equal(servers.read(number, some), twins[number].read(some))
+
+
+def test_rows_that_are_loaded_are_seen() -> None:
+    servers, twin = Servers(2), Table(SPECS[0])
+    servers.update(0, gradients_of({1, 2, 3}, 0, 0))
+    twin.update(gradients_of({2, 3, 4, 2**60}, 0, 1))
+    servers.read(0, torch.tensor([1]))
+    for tables, state in zip(servers.tables, divided({**twin.state(), "seed": torch.tensor(77)}, 2), strict=True):
+        tables[0].load(state)
+    twin.load({**twin.state(), "seed": torch.tensor(77)})
+    keys = torch.tensor([4, 1, 2**60, 2, 99])
+    assert torch.equal(servers.read(0, keys), twin.read(keys))
+
+
+def test_a_table_without_columns_that_were_shown_is_lost() -> None:
+    servers = Servers(1)
+    shown = servers.shown()
+    servers.update(0, RowGradients(torch.arange(10_000), torch.zeros(10_000, DIM)))
+    with pytest.raises(PeerLost):
+        RowsSeen(SPECS, shown)
+
+
+def test_a_server_that_changes_rows_all_the_time_is_asked() -> None:
+    servers = Servers(2)
+    keys = torch.arange(5)
+    with servers.storages[1].changing():
+        assert servers.seen.read(0, keys) is None
+    assert servers.seen.read(0, keys) is not None
+
+
+@contextlib.contextmanager
+def reader(servers: Servers, keys: Tensor) -> Iterator[Connection]:
+    """Another process, which reads these keys' rows of the second table until it is told to stop."""
+    own, its = FORKS.Pipe()
+    process = FORKS.Process(target=keep_reading, args=(its, servers.shown(), keys))
+    process.start()
+    try:
+        yield own
+    finally:
+        process.kill()
+        process.join()
+
+
+def keep_reading(parent: Connection, shown: list[dict[str, Any]], keys: Tensor) -> None:
+    torch.set_num_threads(1)
+    seen, num_differing, found = RowsSeen(SPECS, shown), 0, set()
+    parent.send("begun")
+    while not parent.poll():
+        rows = seen.read(1, keys)
+        if rows is not None:
+            values = rows.unique().tolist()
+            num_differing += len(values) > 1
+            found.update(values)
+    parent.send((num_differing, len(found)))
+
+
+def test_nobody_sees_half_of_an_update() -> None:
+    """Every update adds 1 to each element of all rows."""
+    keys = torch.arange(900)
+    ones = RowGradients(keys, -torch.ones(len(keys), DIM, dtype=torch.float64))
+    servers = Servers(1)
+    servers.update(1, ones)
+    with reader(servers, keys) as other:
+        assert other.recv() == "begun"
+        for _ in range(400):
+            servers.update(1, ones)
+        other.send("stop")
+        num_differing, num_seen = other.recv()
+    assert num_differing == 0
+    assert num_seen > 5
+    rows = servers.read(1, keys)
+    assert rows.unique().tolist() == [401.0]

@@ -1,0 +1,147 @@
+"""A worker's rows on real servers: read where they lie on its own host, asked for elsewhere, the same in the end."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from paceline.comm.alone import AloneCollective
+from paceline.comm.servers.group import ServerGroup
+from paceline.comm.servers.service import ParameterService
+from paceline.comm.servers.sockets import ServerAddress, connect_servers
+from paceline.comm.wire import Keys
+from paceline.layout import Layout, TensorSpec, by_group
+from paceline.membership import Membership
+from paceline.messages import HEAD_BYTES, Kind, Message, WireError
+from paceline.records import NullReporter
+from paceline.server.admission import BulkSynchronous
+from paceline.server.ranges import KeyRange
+from paceline.server.server_core import ServerCore
+from paceline.server.spec import OptimizerSpec, Push, ServerSpec
+from paceline.server.tables.row_optimizers import of_text
+from paceline.server.tables.spec import RowGradients, TableSpec
+from paceline.server.tables.table import Table
+
+EPOCH, SERVERS, DIM = 1, 2, 4
+LAYOUT = by_group([TensorSpec("weight", (64,), torch.float32, 0)])
+SGD = OptimizerSpec(torch.optim.SGD, {"lr": 0.1}, ({"lr": 0.1},), element_wise=True)
+TABLES = [TableSpec(name, 2**40, DIM, of_text("adam:lr=0.1"), seed=3) for name in ("users", "items")]
+PUSH = Push(pause_at=10**9)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[Kind]:
+    """How many messages of each kind have come to servers."""
+    counts: Counter[Kind] = Counter()
+    receive = ServerCore.receive
+
+    def noted(core: ServerCore, message: Message, now_s: float) -> object:
+        counts[message.kind] += 1
+        return receive(core, message, now_s)
+
+    monkeypatch.setattr(ServerCore, "receive", noted)
+    return counts
+
+
+@contextmanager
+def group_of_one(*, num_here: int) -> Iterator[ServerGroup]:
+    """A worker attached to two servers, so many of which are on its host."""
+    keys = Keys.generate()
+    services = [
+        ParameterService(keys, host="127.0.0.1", index=index, epoch=EPOCH, reporter=NullReporter())
+        for index in range(SERVERS)
+    ]
+    threads = [threading.Thread(target=service.serve) for service in services]
+    for thread in threads:
+        thread.start()
+
+    def configure(layout: Layout, spec: OptimizerSpec, ranges: Sequence[KeyRange]) -> None:
+        for service, pieces in zip(services, ranges, strict=True):
+            service.configure(ServerSpec(layout, pieces, spec, BulkSynchronous(Membership.first(1)), max_updates=None))
+
+    group = connect_servers(
+        keys,
+        servers=[
+            ServerAddress(service.endpoint, service.bell if index < num_here else None)
+            for index, service in enumerate(services)
+        ],
+        collective=AloneCollective(),
+        configure=configure,
+        epoch=EPOCH,
+        deadline_s=60.0,
+    )
+    try:
+        parameters, gradients = group.allocate(LAYOUT.num_bytes), group.allocate(LAYOUT.num_bytes)
+        group.attach(LAYOUT, SGD, parameters, gradients)
+        yield group
+    finally:
+        group.close()
+        for service, thread in zip(services, threads, strict=True):
+            service.stop()
+            thread.join()
+
+
+def gradients_of(step: int) -> list[RowGradients | None]:
+    """Of 200 rows of the first table, and in every other step of the second one's first 9."""
+    generator = torch.Generator().manual_seed(step)
+    keys = torch.randperm(500, generator=generator)[:200]
+    users = RowGradients(keys, torch.randn(200, DIM, generator=generator))
+    return [users, RowGradients(torch.arange(9), torch.ones(9, DIM)) if step % 2 else None]
+
+
+@pytest.mark.parametrize("num_here", [SERVERS, 1, 0])
+def test_rows_are_the_same_wherever_servers_are(num_here: int, asked: Counter[Kind]) -> None:
+    twins = [Table(spec) for spec in TABLES]
+    keys = torch.arange(600).flip(0)
+    num_steps = 6
+    with group_of_one(num_here=num_here) as group:
+        tables = group.open_tables(TABLES)
+        for step in range(num_steps):
+            gradients = gradients_of(step)
+            tables.push(gradients, weight=1.0)
+            assert group.exchange(PUSH).iteration == step + 1
+            for number, (twin, given) in enumerate(zip(twins, gradients, strict=True)):
+                if given is not None:
+                    twin.update(given)
+                assert torch.equal(tables.read(number, keys), twin.read(keys))
+            assert tables.read(0, keys[:0]).shape == (0, DIM)
+        for number, twin in enumerate(twins):
+            for name, tensor in twin.state().items():
+                assert torch.equal(tables.state(number)[name], tensor)
+    assert asked[Kind.EXCHANGE] == SERVERS * num_steps
+    is_seen = num_here == SERVERS
+    assert asked[Kind.PUSH_ROWS] == (0 if is_seen else SERVERS * num_steps)
+    assert asked[Kind.READ_ROWS] == (0 if is_seen else 2 * SERVERS * num_steps)
+
+
+def test_bytes_count_as_if_messages_had_moved_them() -> None:
+    keys = torch.arange(300)
+    moved = []
+    for num_here in (SERVERS, 0):
+        with group_of_one(num_here=num_here) as group:
+            tables = group.open_tables(TABLES)
+            for some in (keys, keys[:1]):
+                before = group.timing.moved_bytes
+                tables.read(0, some)
+                moved.append(group.timing.moved_bytes - before)
+    assert moved[:2] == moved[2:] == [300 * (8 + 4 * DIM) + 4 * HEAD_BYTES, 8 + 4 * DIM + 2 * HEAD_BYTES]
+
+
+def test_gradients_that_make_no_sense_are_refused_with_their_push() -> None:
+    with group_of_one(num_here=SERVERS) as group:
+        tables = group.open_tables(TABLES)
+        tables.push([RowGradients(torch.tensor([5]), torch.full((1, DIM), torch.nan)), None], weight=1.0)
+        with pytest.raises(WireError, match="table 'users': the gradient of key 5 is not finite"):
+            group.exchange(PUSH)
+
+
+def test_rows_of_nobodys_tables_are_refused() -> None:
+    with group_of_one(num_here=SERVERS) as group:
+        group._client.take_along([(about, []) for about in ({"weight": 1.0, "counts": [None]}, {})])
+        with pytest.raises(WireError, match="refused PUSH_ROWS"):
+            group.exchange(PUSH)

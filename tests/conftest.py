@@ -81,8 +81,9 @@ def program_forks() -> Iterator[str]:
 
 @pytest.fixture
 def forked_programs(program_forks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`paceline` and `python FILE.py`, where they are called by these names."""
+    """`paceline` and `python`, where they are called by these names, and what torchrun starts."""
     monkeypatch.setenv("PATH", f"{program_forks}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHON_EXEC", os.path.join(program_forks, "python"))
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,13 @@ What it does not prove is that a program imports all that it uses: some tests st
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import ctypes
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -138,20 +140,38 @@ def _run(asked: dict[str, Any]) -> NoReturn:
         signal.signal(name, does)
     sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in os.environ or os.isatty(1))  # type: ignore[union-attr]
     ray_forks.use()
-    file, *arguments = asked["arguments"]
-    sys.argv = [file, *arguments]
-    sys.path[0] = os.path.dirname(os.path.realpath(file))
+    try:
+        _be(*asked["arguments"])
+    except (Exception, KeyboardInterrupt) as error:
+        told = error.__traceback__
+        while told is not None and told.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            told = told.tb_next
+        traceback.print_exception(error.with_traceback(told))
+        if isinstance(error, KeyboardInterrupt):
+            _end_interrupted()
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _be(file: str, *arguments: str) -> None:
+    """A file, or `-m` and a module, with its arguments."""
+    if file == "-m":
+        sys.argv, sys.path[0] = list(arguments), os.getcwd()
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        return
+    sys.argv, sys.path[0] = [file, *arguments], os.path.dirname(os.path.realpath(file))
     program = ModuleType("__main__")
     program.__dict__.update(__file__=file, __builtins__=builtins, __spec__=None)
     sys.modules["__main__"] = program
-    code = compile(Path(file).read_bytes(), file, "exec")
-    try:
-        exec(code, program.__dict__)
-    except Exception as error:
-        told = error.__traceback__
-        traceback.print_exception(error.with_traceback(told.tb_next if told is not None else None))
-        sys.exit(1)
-    sys.exit(0)
+    exec(compile(Path(file).read_bytes(), file, "exec"), program.__dict__)
+
+
+def _end_interrupted() -> None:
+    """As Python does: by the signal, after what is to be done at exit."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _go_where(asker: int) -> None:

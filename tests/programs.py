@@ -37,7 +37,7 @@ class Program:
     ) -> None:
         """
         Args:
-            arguments: a Python program's file and its own arguments.
+            arguments: a Python program's file, or `-m` and a module; and its own arguments.
         """
         self.returncode: int | None = None
         asked = {"arguments": list(arguments), "directory": str(directory), "environment": dict(environment)}
@@ -83,7 +83,7 @@ class Program:
 def served() -> Iterator[str]:
     """Meanwhile programs may be forked, by this process and those that it starts.
 
-    Gives a folder for PATH with a `paceline` and a `python` that run Python files in forks.
+    Gives a folder for PATH with a `paceline` and a `python` that run Python files and modules in forks.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-test-forks-") as folder:
         address = os.path.join(folder, "socket")
@@ -106,7 +106,8 @@ def _write_stand_ins(folder: Path) -> None:
     paceline = shlex.quote(str(Path(sys.executable).with_name("paceline")))
     texts = {
         "paceline": f'{fork} {paceline} "$@"',
-        "python": f'case "$1" in *.py) {fork} "$@" ;; *) exec {python} "$@" ;; esac',
+        "python": f'[ "$1" = -u ] && shift && export PYTHONUNBUFFERED=1\ncase "$1" in\n'
+        f'*.py|-m) {fork} "$@" ;;\n*) exec {python} "$@" ;;\nesac',
     }
     folder.mkdir()
     for name, text in texts.items():

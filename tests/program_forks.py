@@ -19,6 +19,7 @@ import socket
 import struct
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -188,6 +189,8 @@ def _go_where(asker: int) -> None:
 
 def _take_environment(variables: dict[str, str]) -> None:
     """For this process, and in the place where /proc shows it: tests find a command's processes by a variable."""
+    servers, programs = (_python_path(each) for each in (os.environ, variables))
+    sys.path[1:] = [*programs, *(each for each in sys.path[1:] if each not in servers)]
     os.environ.clear()
     os.environ.update(variables)
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -195,6 +198,10 @@ def _take_environment(variables: dict[str, str]) -> None:
     shown = b"".join(f"{name}={value}\0".encode() for name, value in sorted(variables.items(), key=_tests_first))
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, shown, min(len(shown), end - start - 1))
+
+
+def _python_path(variables: Mapping[str, str]) -> list[str]:
+    return [each for each in variables.get("PYTHONPATH", "").split(os.pathsep) if each]
 
 
 def _tests_first(variable: tuple[str, str]) -> bool:

@@ -118,7 +118,8 @@ def _write_stand_ins(folder: Path) -> None:
 def _start(door: socket.socket) -> subprocess.Popen[bytes]:
     """The server; it ends with its standard input."""
     command = [sys.executable, str(_HERE.with_name("program_forks.py"))]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ROOM": _ROOM}
+    path = os.pathsep.join([str(_HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PYTHONPATH": path, "ROOM": _ROOM}
     return subprocess.Popen(
         [*command, str(door.fileno())],
         env=variables,

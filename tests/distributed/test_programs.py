@@ -78,6 +78,17 @@ def test_a_killed_program_is_told_so(waiting: Program) -> None:
 
 
 @pytest.mark.usefixtures("forked_programs")
+def test_a_module_on_a_path_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "told.py").write_text("SAID = 'found'\n")
+    (tmp_path / "module.py").write_text("import sys, told\nprint(__name__, told.SAID, sys.argv[1:])\n")
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path / "folder")}
+    command = ["python", "-m", "module", "a b"]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout == "__main__ found ['a b']\n"
+
+
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_who_ends_a_stand_in_ends_its_program(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "script.py").write_text("import os\nprint(os.getpid(), flush=True)\n" + "import time\ntime.sleep(600)")

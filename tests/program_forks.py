@@ -41,7 +41,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
+    sys.path.pop(0)  # this folder, whose modules bear the names of others
     _load()
+    sys.path.insert(0, "")  # where a program's own folder will stand
     with socket.socket(fileno=int(sys.argv[1])) as door:
         asked = _Server(door).serve()
     if asked is not None:

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--language")
     given, program = parser.parse_known_args()
     context = json.loads(given.serialized_runtime_env_context)
-    if ADDRESS not in os.environ or context.get("command_prefix") or given.language != "PYTHON":
+    if not os.environ.get(ADDRESS) or context.get("command_prefix") or given.language != "PYTHON":
         os.execv(sys.executable, [sys.executable, str(_rays_own()), *sys.argv[1:]])
     environment = {**os.environ, **(context.get("env_vars") or {})}
     sys.exit(Program(program, directory=os.getcwd(), environment=environment, streams=(0, 1, 2)).wait())

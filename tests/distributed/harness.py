@@ -27,6 +27,8 @@ GRACE_S = 20.0
 AGENTS_GRACE_S = 90.0
 """Ray's own agents, if they were just starting when all was killed, look for a Ray that is gone for a minute."""
 _AGENTS = ("ray/dashboard/agent.py", "ray/_private/runtime_env/agent", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+COLD = {programs.ADDRESS: ""}
+"""For the environment of a command that loads what it uses itself, as its Ray's workers do."""
 _TAG = "PACELINE_TEST_TAG"
 
 
@@ -45,8 +47,8 @@ class Command:
         self.process = self._started({**os.environ, **self.environment, _TAG: self.tag})
 
     def _started(self, environment: dict[str, str]) -> subprocess.Popen[bytes] | Program:
-        """`paceline` itself is forked, where forks are served; every other program starts as ever."""
-        if self.arguments[0] == PACELINE and programs.ADDRESS in os.environ:
+        """`paceline` itself is forked, unless it is to start `COLD`; every other program starts as ever."""
+        if self.arguments[0] == PACELINE and environment.get(programs.ADDRESS):
             with open(os.devnull) as nothing:
                 streams = (nothing.fileno(), self._output.fileno(), self._output.fileno())
                 return Program(self.arguments, directory=self.directory, environment=environment, streams=streams)

@@ -72,17 +72,17 @@ class _Server:
         self._poll.register(self._door, select.POLLIN)
         self._poll.register(0, _EVENTS)
         while True:
-            for file, _ in self._poll.poll():
-                if file == 0:
-                    return None
-                if file in self._forks:
-                    self._ended(file)
-                elif file in self._askers:
-                    self._poll.unregister(file)
-                    with suppress(ProcessLookupError):
-                        os.kill(self._askers.pop(file), signal.SIGKILL)
-                elif file == self._door.fileno() and (asked := self._fork(self._door.accept()[0])) is not None:
-                    return asked
+            file = self._poll.poll()[0][0]  # one at a time: what is closed here may bear another's number at once
+            if file == 0:
+                return None
+            if file in self._forks:
+                self._ended(file)
+            elif file in self._askers:
+                self._poll.unregister(file)
+                with suppress(ProcessLookupError):
+                    os.kill(self._askers.pop(file), signal.SIGKILL)
+            elif (asked := self._fork(self._door.accept()[0])) is not None:
+                return asked
 
     def _fork(self, asker: socket.socket) -> dict[str, Any] | None:
         try:

@@ -19,8 +19,6 @@ import paceline.horovod
 from paceline.errors import RunFailed, UsageError
 from paceline.running.result import Result
 
-# The launcher loads what it uses; its workers are forked.
-forked = pytest.mark.usefixtures("forked_programs")
 PACELINE = str(Path(sys.executable).with_name("paceline"))
 SCRIPT = """
 import json, os, sys, time
@@ -98,7 +96,6 @@ def show(folder: Path, *hosts: str) -> None:
 
 
 @pytest.mark.slow
-@forked
 def test_a_job_follows_its_hosts_and_outlives_a_killed_worker(tmp_path: Path) -> None:
     script = discovery(tmp_path, "localhost:2")
     options = ("-np", "2", "--min-np", "1", "--host-discovery-script", script, "--slots-per-host", "1")
@@ -131,7 +128,6 @@ def check_records(folder: Path, said: list[list[Any]]) -> None:
 
 
 @pytest.mark.slow
-@forked
 def test_a_host_gets_a_worker_again_once_its_cooldown_is_over(tmp_path: Path) -> None:
     options = ("-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1", "--blacklist-cooldown-range", "1", "2")
     job = Job(tmp_path, *options, memberships=3)
@@ -144,7 +140,7 @@ def test_a_host_gets_a_worker_again_once_its_cooldown_is_over(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@forked
+@pytest.mark.usefixtures("forked_programs")  # workers; the launcher loads what it uses
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_is_left_when_the_launcher_ends(tmp_path: Path, ending: signal.Signals) -> None:
     job = Job(tmp_path, "-np", "2", "--min-np", "2", "-H", "localhost:2", memberships=9)

@@ -13,7 +13,7 @@ from tests.distributed.own_network import own_network
 
 
 @pytest.fixture
-def hosts(program_forks: str) -> Iterator[Network]:
+def hosts() -> Iterator[Network]:
     with own_network(3) as net:
         yield net
 

@@ -8,21 +8,15 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
-from benchmarks import namespaces
 from benchmarks.namespaces import Network, network
-from tests import programs
 
 
 @contextmanager
 def own_network(num_hosts: int) -> Iterator[Network]:
-    """Hosts on a switch, which only root can make. Their names are always the same, so tests take turns.
-
-    Where forks are served, Ray and its workers there are forked, too.
-    """
+    """Hosts on a switch, which only root can make. Their names are always the same, so tests take turns."""
     with ExitStack() as until_then:
         path = Path(tempfile.gettempdir(), f"paceline-test-network-{os.getuid()}.lock")
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -32,7 +26,4 @@ def own_network(num_hosts: int) -> Iterator[Network]:
             net = until_then.enter_context(network(num_hosts))
         except SystemExit as reason:
             pytest.skip(str(reason))
-        if programs.ADDRESS in os.environ:
-            forked = str(Path(os.environ[programs.ADDRESS]).parent / "bin" / "ray")
-            until_then.enter_context(patch.object(namespaces, "_RAY", [forked, *namespaces._RAY[1:]]))
         yield net

@@ -33,7 +33,7 @@ DEADLINE_S = 3.0
 
 
 @pytest.fixture
-def four_hosts(program_forks: str) -> Iterator[Network]:
+def four_hosts() -> Iterator[Network]:
     with own_network(4) as network:
         yield network
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import settings
 
 from paceline.engines import world
+from tests import programs, ray_forks
 
 LEFTOVERS_GRACE_S = 30.0
 
@@ -71,7 +72,22 @@ def no_world_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ray_ends_with_the_session() -> Iterator[None]:
+def program_forks() -> Iterator[str]:
+    """Python programs and Ray's workers are forked from a server that has loaded what they import."""
+    ray_forks.use()
+    with programs.served() as folder:
+        yield folder
+
+
+@pytest.fixture
+def forked_programs(program_forks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`paceline` and `python`, where they are called by these names, and what torchrun starts."""
+    monkeypatch.setenv("PATH", f"{program_forks}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHON_EXEC", os.path.join(program_forks, "python"))
+
+
+@pytest.fixture(scope="session")
+def ray_ends_with_the_session(program_forks: str) -> Iterator[None]:
     yield
     ray.shutdown()
 

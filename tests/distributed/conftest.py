@@ -19,7 +19,7 @@ def hosts() -> Iterator[Network]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+def start(tmp_path: Path, program_forks: str) -> Iterator[Callable[..., Command]]:
     """Starts `paceline` (or another program) with arguments; whatever is left of it is ended after the test."""
     commands: list[Command] = []
 

@@ -17,6 +17,9 @@ from typing import Any
 
 import psutil
 
+from tests import programs
+from tests.programs import Program
+
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = SCRIPTS / "train.py"
 PACELINE = str(Path(sys.executable).parent / "paceline")
@@ -24,6 +27,8 @@ GRACE_S = 20.0
 AGENTS_GRACE_S = 90.0
 """Ray's own agents, if they were just starting when all was killed, look for a Ray that is gone for a minute."""
 _AGENTS = ("ray/dashboard/agent.py", "ray/_private/runtime_env/agent", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+COLD = {programs.ADDRESS: ""}
+"""For the environment of a command that loads what it uses itself, as its Ray's workers do."""
 _TAG = "PACELINE_TEST_TAG"
 
 
@@ -39,10 +44,18 @@ class Command:
         self.tag = uuid.uuid4().hex
         self.shared_memory_before = shared_memory()
         self._output = (self.directory / f"output-{self.tag}").open("w+")
-        self.process = subprocess.Popen(
+        self.process = self._started({**os.environ, **self.environment, _TAG: self.tag})
+
+    def _started(self, environment: dict[str, str]) -> subprocess.Popen[bytes] | Program:
+        """`paceline` itself is forked, unless it is to start `COLD`; every other program starts as ever."""
+        if self.arguments[0] == PACELINE and environment.get(programs.ADDRESS):
+            with open(os.devnull) as nothing:
+                streams = (nothing.fileno(), self._output.fileno(), self._output.fileno())
+                return Program(self.arguments, directory=self.directory, environment=environment, streams=streams)
+        return subprocess.Popen(
             self.arguments,
             cwd=self.directory,
-            env={**os.environ, **self.environment, _TAG: self.tag},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -62,7 +75,7 @@ class Command:
         return wait_until(lambda: text in Path(self._output.name).read_text(), within_s=within_s)
 
     @property
-    def status(self) -> int:
+    def status(self) -> int | None:
         return self.process.returncode
 
     def interrupt(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import RunFailed
 from tests.conformance import local_engine
+from tests.forks import having_loaded
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,6 +25,12 @@ pytestmark = [
 ]
 SAMPLES, GLOBAL_BATCH, EPOCHS = 64, 16, 3
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> Iterator[None]:
+    with having_loaded("accelerate", "paceline.accelerate"):
+        yield
 
 
 def data(samples: int) -> TensorDataset:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from tests.distributed.harness import AGENTS_GRACE_S, TRAIN, is_training, pids, wait_until
+from tests.distributed.harness import AGENTS_GRACE_S, COLD, TRAIN, is_training, pids, wait_until
 
 pytestmark = pytest.mark.ray
 LIMIT_S = 120.0  # of a busy machine; the deadline, at which the survivors would find out by themselves, is 300 s
@@ -32,7 +32,7 @@ def test_death_in_the_middle_of_a_step(start, tmp_path: Path, strategy: str, vic
     command = start(
         "run", TRAIN, "--strategy", strategy, "--workers", num_workers, "--out", out, *options, "--",
         "--fault", "kill" if kind == "worker" else "kill-server", "--rank", number, "--step", 5, "--step-s", 0.02,
-        "--loaders", 2, "--child", "--results", out,
+        "--loaders", 2, "--child", "--results", out, **(COLD if strategy == "all-reduce" else {}),
     )  # fmt: skip
     output = command.wait()
     took_s = time.time() - float((out / "struck").read_text())

@@ -23,10 +23,11 @@ from paceline.engines.ray.tokens import own_token
 from paceline.partition import Partition
 from paceline.pieces import Piece, named
 from paceline.roster import Sampler
-from tests import ray_forks
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+STARTS_COLD = ROOT / "README.md"
+"""Its programs load what they use themselves; those of other pages are forked from a process that has."""
 RUN_HERE = ("paceline ", "python ", "torchrun ", "until ")
 # What continuous integration itself runs, or what would install or measure for minutes.
 NOT_HERE = ("make ", "pip install ", "git clone ", "cd ", "python benchmarks/", "sudo python benchmarks/")
@@ -87,11 +88,11 @@ def test_no_placeholder_is_left() -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
+def cluster(program_forks: str) -> Iterator[str]:
     """A Ray cluster that outlives the commands; most of a short command is else the start of one."""
     node = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000}
     with own_token():
-        cluster = Cluster(initialize_head=True, head_node_args=node | ray_forks.NODE)
+        cluster = Cluster(initialize_head=True, head_node_args=node)
         yield cluster.address
         cluster.shutdown()
 
@@ -100,7 +101,7 @@ def cluster() -> Iterator[str]:
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_run(page: Path, cluster: str, tmp_path: Path) -> None:
+def test_commands_run(page: Path, cluster: str, program_forks: str, tmp_path: Path) -> None:
     commands = [c for c in commands_of(page) if c.startswith(RUN_HERE) and not c.startswith(NOT_HERE)]
     if not commands:
         pytest.skip(f"{page.name} shows no command to run")
@@ -109,8 +110,10 @@ def test_commands_run(page: Path, cluster: str, tmp_path: Path) -> None:
         pytest.skip("PACELINE_DATA is not set: a command of this page trains on CIFAR-10")
     for folder in ("paceline", "recipes"):
         shutil.copytree(ROOT / folder, tmp_path / folder)  # with what is compiled, which else each process would do
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "RAY_ADDRESS": cluster}
+    path = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    if page != STARTS_COLD:
+        path.insert(0, program_forks)
+    environment = os.environ | {"PATH": os.pathsep.join(path), "RAY_ADDRESS": cluster}
     for command in commands:
         done = subprocess.run(
             command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=360, check=False

@@ -6,8 +6,7 @@ import importlib
 import json
 import re
 import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.errors import RunFailed
 from tests.conformance import local_engine
+from tests.forks import having_loaded
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,11 +29,17 @@ pytestmark = [
 ]
 SAMPLES, GLOBAL_BATCH, EPOCHS = 64, 16, 3
 RECIPES = Path(__file__).parents[2] / "recipes" / "frameworks"
-PACELINE = str(Path(sys.executable).with_name("paceline"))
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 PACKAGES = {"lightning.pytorch": "paceline.lightning", "pytorch_lightning": "paceline.lightning.pytorch_lightning"}
 LOCK_STEP = ("all-reduce", "ps-bsp:servers=2", "ring")
+PRELOADED = ("lightning.pytorch", "pytorch_lightning", "torchmetrics", "paceline.lightning.pytorch_lightning")
 FREE = ("ps-asp", "ps-ssp", "gossip", "ad-psgd", "local-sgd:every=2", "diloco:every=2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> Iterator[None]:
+    with having_loaded(*PRELOADED):
+        yield
 
 
 def made(package: str, *, manual: bool = False, step_logs: bool = False) -> Any:
@@ -267,8 +273,9 @@ def test_what_cannot_be_honoured_is_refused(
     ("recipe", "strategy"),
     [("lightning_text", "ps-asp"), ("accelerate_text", "local-sgd:every=8"), ("trainer_text", "local-sgd:every=8")],
 )
+@pytest.mark.usefixtures("forked_programs")
 def test_recipes(recipe: str, strategy: str, tmp_path: Path) -> None:
-    command = [PACELINE, "run", str(RECIPES / f"{recipe}.py"), "--strategy", strategy, "--workers", "2"]
+    command = ["paceline", "run", str(RECIPES / f"{recipe}.py"), "--strategy", strategy, "--workers", "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (accuracy,) = re.findall(r"accuracy (\S+) .*on 2 workers", done.stdout + done.stderr)

@@ -16,7 +16,6 @@ from ray.cluster_utils import Cluster
 from paceline.checkpoint import FILE_NAME
 from paceline.checkpoint_files import iteration_of
 from paceline.engines.ray.tokens import own_token
-from tests import ray_forks
 from tests.distributed.harness import Command, events
 
 pytestmark = [
@@ -116,10 +115,10 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "frameworks" / "tune_text.py"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
+def cluster(program_forks: str) -> Iterator[str]:
     node = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000}
     with own_token():
-        cluster = Cluster(initialize_head=True, head_node_args=node | ray_forks.NODE)
+        cluster = Cluster(initialize_head=True, head_node_args=node)
         yield cluster.address
         cluster.shutdown()
 

@@ -33,7 +33,7 @@ MARK = "PACELINE_TEST_CLUSTER"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(program_forks: str) -> Iterator[Cluster]:
     ray.shutdown()  # the Ray of earlier modules: a process has one at a time
     os.environ[MARK] = uuid.uuid4().hex  # known to all processes of this cluster
     with own_token():

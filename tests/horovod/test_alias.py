@@ -73,10 +73,11 @@ def test_an_installed_package_is_never_touched(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_an_unchanged_script_runs_on_ray(tmp_path: Path) -> None:
     script = tmp_path / "legacy.py"
     script.write_text(SCRIPT)
-    command = [Path(sys.executable).with_name("paceline"), "run", script, "--workers", "2", "--strategy", "horovod"]
+    command = ["paceline", "run", script, "--workers", "2", "--strategy", "horovod"]
     command += ["--out", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
@@ -89,10 +90,10 @@ def test_an_unchanged_script_runs_on_ray(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_the_launcher_s_settings_reach_the_workers(tmp_path: Path) -> None:
     (tmp_path / "legacy.py").write_text(SCRIPT)
-    paceline = Path(sys.executable).with_name("paceline")
-    command = [paceline, "horovodrun", "-np", "2", "--timeline-filename", "timeline.json", "python", "legacy.py"]
+    command = ["paceline", "horovodrun", "-np", "2", "--timeline-filename", "timeline.json", "python", "legacy.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "rank 1 of 2, equal: True" in done.stdout + done.stderr

@@ -51,11 +51,12 @@ ABOUT = {"mark": "mark", "is_elastic": False, "is_recorded": True}
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "legacy.py").write_text(MODULE)
-    command = [PACELINE, "horovodrun", "-np", "2", *options]
+    command = ["paceline", "horovodrun", "-np", "2", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("elastic", [(), ("--min-num-proc", "1")])
 def test_a_module_in_a_shell_s_text_exchanges_and_is_recorded(elastic: tuple[str, ...], tmp_path: Path) -> None:
     done = run(tmp_path, *elastic, "bash", "-c", 'echo begun; python -m legacy "$0" b', "a $HOME")
@@ -72,6 +73,7 @@ def test_a_module_in_a_shell_s_text_exchanges_and_is_recorded(elastic: tuple[str
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_command_that_fails_is_named_and_leaves_no_results(tmp_path: Path) -> None:
     done = run(tmp_path, "--no-alias", "python", "-m", "legacy")
     assert done.returncode == 1

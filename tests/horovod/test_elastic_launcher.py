@@ -140,6 +140,7 @@ def test_a_host_gets_a_worker_again_once_its_cooldown_is_over(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")  # workers; the launcher loads what it uses
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_is_left_when_the_launcher_ends(tmp_path: Path, ending: signal.Signals) -> None:
     job = Job(tmp_path, "-np", "2", "--min-np", "2", "-H", "localhost:2", memberships=9)

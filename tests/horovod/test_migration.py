@@ -217,13 +217,14 @@ def test_what_cannot_be_told_is_refused(source: str, said: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_both_train_the_same(tmp_path: Path) -> None:
     """With samples in order, a global batch has the same samples in both."""
     (tmp_path / "legacy.py").write_text(LEGACY.replace("horovod.torch", "paceline.horovod.torch"))
     (tmp_path / "migrated.py").write_text(MIGRATED)
     weights = []
     for name in ("legacy.py", "migrated.py"):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", name]
+        command = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", name]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr
         (line,) = (line for line in done.stdout.splitlines() if line.startswith("weights"))

@@ -39,7 +39,7 @@ def update(model, optimizer, x, y):
 
 if __name__ == "__main__":
     worker = paceline.init()
-    print(f"rank {worker.rank} local {worker.local_rank} node {os.getppid()}")
+    print(f"rank {worker.rank} local {worker.local_rank} node {os.environ['RAY_RAYLET_PID']}")
     model, optimizer = build(sys.argv[1])
     loader = DataLoader(TensorDataset(*data()), batch_size=NUM_SAMPLES // worker.size)
     model, optimizer, loader = worker.prepare(model, optimizer, loader)

@@ -1,0 +1,110 @@
+"""Programs that are forked start and end as others do: what tests of commands rely on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.namespaces import Network
+from tests.distributed.harness import wait_until
+from tests.programs import Program
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("program_forks")]
+TELLS = """
+import atexit, json, os, sys
+atexit.register(print, "at exit")
+if __name__ == "__main__":
+    print(json.dumps([sys.argv, os.getcwd(), dict(os.environ), sys.path[0]]))
+    sys.exit(int(sys.argv[1]))
+"""
+WAITS = "import sys, time\nopen(sys.argv[1], 'w').close()\ntime.sleep(600)\n"
+
+
+def started(directory: Path, text: str, *arguments: str, **variables: str) -> Program:
+    script = directory / "script.py"
+    script.write_text(text)
+    with open(os.devnull) as nothing, (directory / "said").open("w") as said:
+        return Program(
+            [str(script), *arguments],
+            directory=directory,
+            environment=variables,
+            streams=(nothing.fileno(), said.fileno(), said.fileno()),
+        )
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Program:
+    program = started(tmp_path, WAITS, str(tmp_path / "begun"), PACELINE_TEST_TAG="found")
+    assert wait_until((tmp_path / "begun").exists, within_s=60)
+    return program
+
+
+def test_a_program_finds_what_it_is_given_and_nothing_else(tmp_path: Path) -> None:
+    assert started(tmp_path, TELLS, "3", "b", SOME="thing").wait() == 3
+    told, last = (tmp_path / "said").read_text().splitlines()
+    script = str(tmp_path / "script.py")
+    arguments, directory, variables, first_path = json.loads(told)
+    assert (arguments, directory, first_path) == ([script, "3", "b"], str(tmp_path), str(tmp_path))
+    assert {name for name in variables if not name.startswith("RAY_")} == {"SOME"}
+    assert last == "at exit"
+
+
+def test_an_error_is_told_as_by_python_itself(tmp_path: Path) -> None:
+    assert started(tmp_path, "def go():\n    raise ValueError('on purpose')\n\ngo()\n").wait() == 1
+    said = (tmp_path / "said").read_text()
+    assert said.startswith(f'Traceback (most recent call last):\n  File "{tmp_path / "script.py"}", line 4')
+    assert said.endswith("ValueError: on purpose\n")
+
+
+def test_a_program_is_found_by_its_environment_and_hears_signals(waiting: Program, tmp_path: Path) -> None:
+    assert psutil.Process(waiting.pid).environ() == {"PACELINE_TEST_TAG": "found"}
+    assert waiting.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(timeout=0.01)
+    os.killpg(waiting.pid, signal.SIGINT)
+    assert waiting.wait() == -signal.SIGINT
+    assert (tmp_path / "said").read_text().endswith("KeyboardInterrupt\n")
+
+
+def test_a_killed_program_is_told_so(waiting: Program) -> None:
+    waiting.kill()
+    assert waiting.wait() == -signal.SIGKILL
+
+
+@pytest.mark.usefixtures("forked_programs")
+def test_a_module_on_a_path_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "told.py").write_text("SAID = 'found'\n")
+    (tmp_path / "module.py").write_text("import sys, told\nprint(__name__, told.SAID, sys.argv[1:])\n")
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path / "folder")}
+    command = ["python", "-m", "module", "a b"]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout == "__main__ found ['a b']\n"
+
+
+@pytest.mark.usefixtures("forked_programs")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_who_ends_a_stand_in_ends_its_program(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "script.py").write_text("import os\nprint(os.getpid(), flush=True)\n" + "import time\ntime.sleep(600)")
+    with subprocess.Popen(["python", "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as stand_in:
+        assert stand_in.stdout is not None
+        pid = int(stand_in.stdout.readline())
+        assert pid != stand_in.pid
+        stand_in.send_signal(number)
+        assert stand_in.wait() == -number
+        assert wait_until(lambda: not psutil.pid_exists(pid), within_s=60)
+
+
+def test_a_program_is_on_its_askers_host(hosts: Network, tmp_path: Path) -> None:
+    host = hosts.hosts[0]
+    (tmp_path / "script.py").write_text("import os, socket\nprint(os.sched_getaffinity(0), socket.if_nameindex())\n")
+    here = os.path.join(os.path.dirname(__file__), "..", "programs.py")
+    python = ["/usr/bin/env", "python3", here, str(tmp_path / "script.py")]
+    assert hosts.run(host, python, timeout_s=60).split(" ", 1)[0] == f"{{{host.core}}}"
+    assert "eth0" in hosts.run(host, python, timeout_s=60)

@@ -1,0 +1,214 @@
+"""The server of `tests/programs.py`: each program that it is asked for runs in a fork of it, as if it had just started.
+
+The fork is in the asker's network namespace, on the asker's cores, and shows its own environment to who looks at /proc.
+What it does not prove is that a program imports all that it uses: some tests start programs cold.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import ctypes
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import numpy
+
+from tests import ray_forks
+
+LOADED = (
+    *("torch._dynamo", "torch.distributed", "pandas", "scipy.stats", "zmq", "rich", "typer", "jinja2", "yaml"),
+    *("paceline.training.worker", "paceline.strategies", "paceline.comm.servers.service", "paceline.comm.hierarchical"),
+    *("paceline.comm.process_group", "paceline.lab", "paceline.planner"),
+)
+_EVENTS = select.POLLIN | select.POLLHUP
+_CREDENTIALS = struct.Struct("3i")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    sys.path.pop(0)  # this folder, whose modules bear the names of others
+    _load()
+    sys.path.insert(0, "")  # where a program's own folder will stand
+    with socket.socket(fileno=int(sys.argv[1])) as door:
+        asked = _Server(door).serve()
+    if asked is not None:
+        _run(asked)
+
+
+def _load() -> None:
+    """What takes long. Not ray, which reads its settings from the environment as it is loaded."""
+    for name in LOADED:
+        import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+class _Server:
+    """Forks what is asked for, and tells the asker how it ended; whose asker has ended, is ended."""
+
+    def __init__(self, door: socket.socket) -> None:
+        self._door = door
+        self._forks: dict[int, tuple[int, socket.socket]] = {}  # by the file that tells of its end: process, asker
+        self._askers: dict[int, int] = {}  # an asker's file: its process
+        self._poll = select.poll()
+
+    def serve(self) -> dict[str, Any] | None:
+        """In a fork: what it is to run. In the server: None, once nobody needs it any more."""
+        self._poll.register(self._door, select.POLLIN)
+        self._poll.register(0, _EVENTS)
+        while True:
+            file = self._poll.poll()[0][0]  # one at a time: what is closed here may bear another's number at once
+            if file == 0:
+                return None
+            if file in self._forks:
+                self._ended(file)
+            elif file in self._askers:
+                self._poll.unregister(file)
+                with suppress(ProcessLookupError):
+                    os.kill(self._askers.pop(file), signal.SIGKILL)
+            elif (asked := self._fork(self._door.accept()[0])) is not None:
+                return asked
+
+    def _fork(self, asker: socket.socket) -> dict[str, Any] | None:
+        try:
+            length, streams, *_ = socket.recv_fds(asker, 4, 3)
+            told = b""
+            while len(told) < int.from_bytes(length, "big"):
+                more = asker.recv(1 << 20)
+                if not more:
+                    raise EOFError
+                told += more
+        except (EOFError, ConnectionError):
+            asker.close()
+            return None
+        asked: dict[str, Any] = json.loads(told)
+        asked["asker"] = _CREDENTIALS.unpack(asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        process = os.fork()
+        if process == 0:
+            for file, (_, other) in self._forks.items():
+                os.close(file)
+                other.close()
+            asker.close()
+            self._door.close()
+            return asked | {"streams": streams}
+        for stream in streams:
+            os.close(stream)
+        end = os.pidfd_open(process)
+        self._forks[end] = process, asker
+        self._askers[asker.fileno()] = process
+        self._poll.register(end, select.POLLIN)
+        self._poll.register(asker, _EVENTS)
+        with suppress(ConnectionError):
+            asker.sendall(process.to_bytes(4, "big"))
+        return None
+
+    def _ended(self, file: int) -> None:
+        process, asker = self._forks.pop(file)
+        self._poll.unregister(file)
+        os.close(file)
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        if self._askers.pop(asker.fileno(), None) is not None:
+            self._poll.unregister(asker)
+        with suppress(ConnectionError):
+            asker.sendall(status.to_bytes(4, "big", signed=True))
+        asker.close()
+
+
+def _run(asked: dict[str, Any]) -> NoReturn:
+    """Become the program: nothing of the server but its modules is left."""
+    os.setsid()
+    for stream, own in zip(asked["streams"], (0, 1, 2), strict=True):
+        os.dup2(stream, own)
+        os.close(stream)
+    _go_where(asked["asker"])
+    os.chdir(asked["directory"])
+    _take_environment(asked["environment"])
+    numpy.random.seed()  # as in a process of its own
+    for name, does in ((signal.SIGINT, signal.default_int_handler), (signal.SIGCHLD, signal.SIG_DFL)):
+        signal.signal(name, does)
+    sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in os.environ or os.isatty(1))  # type: ignore[union-attr]
+    ray_forks.use()
+    try:
+        _be(*asked["arguments"])
+    except (Exception, KeyboardInterrupt) as error:
+        told = error.__traceback__
+        while told is not None and told.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            told = told.tb_next
+        traceback.print_exception(error.with_traceback(told))
+        if isinstance(error, KeyboardInterrupt):
+            _end_interrupted()
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _be(file: str, *arguments: str) -> None:
+    """A file, or `-m` and a module, with its arguments."""
+    if file == "-m":
+        sys.argv, sys.path[0] = list(arguments), os.getcwd()
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        return
+    sys.argv, sys.path[0] = [file, *arguments], os.path.dirname(os.path.realpath(file))
+    program = ModuleType("__main__")
+    program.__dict__.update(__file__=file, __builtins__=builtins, __spec__=None)
+    sys.modules["__main__"] = program
+    exec(compile(Path(file).read_bytes(), file, "exec"), program.__dict__)
+
+
+def _end_interrupted() -> None:
+    """As Python does: by the signal, after what is to be done at exit."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _go_where(asker: int) -> None:
+    """Into the asker's network, and onto its cores."""
+    for name in ("net", "mnt"):
+        theirs = f"/proc/{asker}/ns/{name}"
+        if os.stat(theirs).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino:
+            file = os.open(theirs, os.O_RDONLY)
+            if _libc.setns(file, 0) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter {theirs}")
+            os.close(file)
+    os.sched_setaffinity(0, os.sched_getaffinity(asker))
+
+
+def _take_environment(variables: dict[str, str]) -> None:
+    """For this process, and in the place where /proc shows it: tests find a command's processes by a variable."""
+    servers, programs = (_python_path(each) for each in (os.environ, variables))
+    sys.path[1:] = [*programs, *(each for each in sys.path[1:] if each not in servers)]
+    os.environ.clear()
+    os.environ.update(variables)
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = map(int, fields[47:49])
+    shown = b"".join(f"{name}={value}\0".encode() for name, value in sorted(variables.items(), key=_tests_first))
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, shown, min(len(shown), end - start - 1))
+
+
+def _python_path(variables: Mapping[str, str]) -> list[str]:
+    return [each for each in variables.get("PYTHONPATH", "").split(os.pathsep) if each]
+
+
+def _tests_first(variable: tuple[str, str]) -> bool:
+    return not variable[0].startswith("PACELINE_TEST")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Programs of tests, run in forks of a server that has loaded what they import: 5 s of a core less for each.
+
+The server is `tests/program_forks.py`. This file is also a program: what it is given is run in a fork, and it ends
+with the same status. It imports the standard library alone, since it stands in for programs that start by the hundred.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+ADDRESS = "PACELINE_TEST_FORKS"
+"""Names the server's socket, for the processes of a test session."""
+_HERE = Path(__file__)
+_ROOM = "x" * 60_000  # in which forks show the environment that they were given
+
+
+class Program:
+    """A fork that runs a Python program, with `subprocess.Popen`'s words. It ends when nobody holds this any more."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        directory: str | Path,
+        environment: Mapping[str, str],
+        streams: tuple[int, int, int],
+    ) -> None:
+        """
+        Args:
+            arguments: a Python program's file, or `-m` and a module; and its own arguments.
+        """
+        self.returncode: int | None = None
+        asked = {"arguments": list(arguments), "directory": str(directory), "environment": dict(environment)}
+        told = json.dumps(asked).encode()
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(os.environ[ADDRESS])
+        socket.send_fds(self._connection, [len(told).to_bytes(4, "big")], list(streams))
+        self._connection.sendall(told)
+        self.pid = self._number()
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(timeout=0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its status, as of a Popen; raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            self._connection.settimeout(None if timeout is None else max(timeout, 1e-3))
+            try:
+                self.returncode = self._number()
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0) from None
+            self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _number(self) -> int:
+        told = self._connection.recv(4, socket.MSG_WAITALL)
+        if len(told) < 4:
+            raise RuntimeError("the server of forks has ended")
+        return int.from_bytes(told, "big", signed=True)
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """Meanwhile programs may be forked, by this process and those that it starts.
+
+    Gives a folder for PATH with a `paceline` and a `python` that run in forks.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-test-forks-") as folder:
+        address = os.path.join(folder, "socket")
+        _write_stand_ins(Path(folder, "bin"))
+        with socket.socket(socket.AF_UNIX) as door:
+            door.bind(address)
+            door.listen(64)
+            server = _start(door)
+        os.environ[ADDRESS] = address
+        try:
+            yield os.path.join(folder, "bin")
+        finally:
+            del os.environ[ADDRESS]
+            server.communicate()
+
+
+def _write_stand_ins(folder: Path) -> None:
+    python = shlex.quote(sys.executable)
+    fork = f"exec {python} -S -E {shlex.quote(str(_HERE))}"
+    paceline = shlex.quote(str(Path(sys.executable).with_name("paceline")))
+    texts = {
+        "paceline": f'{fork} {paceline} "$@"',
+        "python": f'[ "$1" = -u ] && shift && export PYTHONUNBUFFERED=1\ncase "$1" in\n'
+        f'*.py|-m) {fork} "$@" ;;\n*) exec {python} "$@" ;;\nesac',
+    }
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+
+
+def _start(door: socket.socket) -> subprocess.Popen[bytes]:
+    """The server; it ends with its standard input."""
+    command = [sys.executable, str(_HERE.with_name("program_forks.py"))]
+    path = os.pathsep.join([str(_HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PYTHONPATH": path, "ROOM": _ROOM}
+    return subprocess.Popen(
+        [*command, str(door.fileno())],
+        env=variables,
+        stdin=subprocess.PIPE,
+        pass_fds=[door.fileno()],
+        start_new_session=True,
+    )
+
+
+def main() -> None:
+    """Stand in for a program: signals are passed on to it, and this ends as it does."""
+    program = Program(sys.argv[1:], directory=os.getcwd(), environment=os.environ, streams=(0, 1, 2))
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, _: program.send_signal(number))
+    status = program.wait()
+    if status < 0:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -54,7 +54,7 @@ from paceline.messages import Raw
 from paceline.records import Record, Reporter
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec
-from paceline.strategies import all_reduce, build, combining, serving
+from paceline.strategies import all_reduce, build, combining, same_steps, serving
 from paceline.strategies.base import Context, Strategy
 from paceline.strategies.combining import Combining
 from paceline.strategies.gradient_reads import GradientReads
@@ -121,7 +121,7 @@ CHECKS: tuple[tuple[Any, str, Any], ...] = (
     (Combining, "_versions", lambda self: []),
     (combining, "digest", lambda tensors: ""),
     *((GradientReads, name, nothing) for name in ("begin", "end")),
-    (serving, "digest", lambda tensors: ""),
+    (same_steps, "digest", lambda tensors: ""),
     (serving, "next_look", lambda step: step + 1),
     *((SameGradients, name, nothing) for name in ("begin", "hand_out", "_take", "close")),
     (divisors, "_divisors_in", lambda roots: []),

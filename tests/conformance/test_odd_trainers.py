@@ -1,5 +1,6 @@
 """What trainers and libraries of the field do: each script is honoured, told, or refused at once, as in
-`test_odd_hunted`. A new kind of script is one new row here and one in `odd_trainers.py` or `odd_kept.py`."""
+`test_odd_hunted`. A new kind of script is one new row here and one in `odd_copies.py`, `odd_trainers.py` or
+`odd_kept.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import paceline
-from tests.conformance import odd_kept, odd_trainers, virtual_engine
+from tests.conformance import odd_copies, odd_kept, odd_trainers, virtual_engine
 from tests.conformance.odd_hunted import train
 from tests.conformance.odd_trainers import Advancing
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
@@ -43,7 +44,7 @@ OUTSIDE = r"parameter 4 of the optimizer's group 0 is not the model's; .*give pr
 BOTH = r"'adam' and 'sgd' both hold the parameter '1\.weight'.*give it to one of them"
 CAUGHT = r"rank \d: the loss is a sum over the batch \(NllLoss .*take the mean"
 APART = r"(leave out a batch or a step only where all do|every rank must step alike|make the same calls)"
-SCRIPTS = odd_trainers.SCRIPTS | odd_kept.SCRIPTS
+SCRIPTS = odd_copies.SCRIPTS | odd_trainers.SCRIPTS | odd_kept.SCRIPTS
 
 REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "gradients in another graph": {("all-reduce", *SERVERS): r"modified by an inplace .*parameter\.grad\.clone\(\)"},

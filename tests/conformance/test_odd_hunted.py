@@ -30,7 +30,7 @@ from tests.conformance import (
     odd_weights,
     virtual_engine,
 )
-from tests.conformance.odd_models import set_gradients
+from tests.conformance.odd_steps import set_gradients
 from tests.conformance.reference import Script, train_alone
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
 

@@ -22,6 +22,7 @@ from paceline.errors import RunFailed
 from tests.conformance import local_engine, virtual_engine
 from tests.conformance import odd_loops as loops
 from tests.conformance import odd_models as odd
+from tests.conformance import odd_steps as steps
 from tests.conformance.reference import Script, train_alone
 from tests.conformance.scripts import (
     EXACT,
@@ -191,45 +192,45 @@ ODD = (
         says=NOT_INSIDE,
         only_on="virtual",
     ),
-    odd_row("one graph twice", step=odd.same_graph_twice),
-    odd_row("several losses", model=odd.TwoHeads, step=odd.two_losses_step),
-    odd_row("several losses at once", model=odd.TwoHeads, step=odd.joint_losses_step),
-    odd_row("a summed loss", step=odd.summed_step, refused=JOINT, says=SUMMED),
-    odd_row("a term of the loss that is a sum", step=odd.summed_term_step, refused=JOINT, says=SUMMED),
-    odd_row("losses of samples, summed", step=odd.summed_by_hand_step, refused=JOINT, says=r"is a sum .*\(sum\(\)\)"),
-    odd_row("a summed loss, divided", step=odd.divided_step),
-    odd_row("a summed penalty", step=odd.summed_penalty_step),
-    odd_row("microbatches", step=odd.microbatches_step),
-    odd_row("gradient penalty", step=odd.penalised_step),
+    odd_row("one graph twice", step=steps.same_graph_twice),
+    odd_row("several losses", model=odd.TwoHeads, step=steps.two_losses_step),
+    odd_row("several losses at once", model=odd.TwoHeads, step=steps.joint_losses_step),
+    odd_row("a summed loss", step=steps.summed_step, refused=JOINT, says=SUMMED),
+    odd_row("a term of the loss that is a sum", step=steps.summed_term_step, refused=JOINT, says=SUMMED),
+    odd_row("losses of samples, summed", step=steps.summed_by_hand_step, refused=JOINT, says=r"is a sum .*\(sum\(\)\)"),
+    odd_row("a summed loss, divided", step=steps.divided_step),
+    odd_row("a summed penalty", step=steps.summed_penalty_step),
+    odd_row("microbatches", step=steps.microbatches_step),
+    odd_row("gradient penalty", step=steps.penalised_step),
     odd_row(
         "graph of the gradients",
-        step=odd.graph_of_gradients_step,
+        step=steps.graph_of_gradients_step,
         refused=SEVERAL,
         says=r"the gradient of '.*' has a history \(create_graph=True\).*torch\.autograd\.grad",
     ),
-    odd_row("anomaly detection", step=odd.detecting_anomalies_step),
+    odd_row("anomaly detection", step=steps.detecting_anomalies_step),
     odd_row(
         "autocast",
         model=partial(perceptron, torch.float32),
-        step=odd.autocast_step,
+        step=steps.autocast_step,
         tolerance=HALF_PRECISION,
     ),
-    odd_row("distilled", model=odd.Distilled, step=odd.distilling_step, optimizer=trained_only),
+    odd_row("distilled", model=odd.Distilled, step=steps.distilling_step, optimizer=trained_only),
     Odd("hooks on gradients, before", partial(loops.with_hooks, when="before", kind="gradient")),
     Odd("hooks on gradients, after", partial(loops.with_hooks, when="after", kind="gradient")),
     Odd("hooks on accumulated gradients, before", partial(loops.with_hooks, when="before", kind="accumulated")),
     Odd("hooks on accumulated gradients, after", partial(loops.with_hooks, when="after", kind="accumulated")),
     # Gradients that the script sets.
-    odd_row("gradients set", step=odd.set_gradients),
-    odd_row("gradients of a function", step=odd.functional_step),
-    odd_row("gradients of each sample", step=odd.per_sample_step),
+    odd_row("gradients set", step=steps.set_gradients),
+    odd_row("gradients of a function", step=steps.functional_step),
+    odd_row("gradients of each sample", step=steps.per_sample_step),
     odd_row(
         "gradients set and clipped",
-        step=odd.set_and_clip,
+        step=steps.set_and_clip,
         refused=JOINT,
         says=r"rank \d: the script set the gradient of '1\.weight' itself and changed it in place.*call loss\.backward",
     ),
-    odd_row("each gradient clipped anew", step=odd.adaptive_clip_step, tolerance=EXACT),
+    odd_row("each gradient clipped anew", step=steps.adaptive_clip_step, tolerance=EXACT),
     Odd("accumulated by hand", partial(loops.accumulating_by_hand, count=48)),
     Odd(
         "accumulated by hand, uneven tail",
@@ -237,13 +238,17 @@ ODD = (
         refused=JOINT,
         says=r"rank \d, epoch 0: .*which of the batches 5, 6 .*drop_last=True",
     ),
-    odd_row("never zeroed", step=odd.never_zeroed_step),
+    odd_row("never zeroed", step=steps.never_zeroed_step),
     odd_row("zeroed in place", step=zero_in_place_step),
-    odd_row("two steps a gradient", step=odd.two_steps_a_gradient),
+    odd_row("two steps a gradient", step=steps.two_steps_a_gradient),
     # Optimizers.
-    odd_row("sharpness-aware", optimizer=sharpness, step=odd.sharpness_step, refused=SERVERS, says=KEEPS),
+    odd_row("sharpness-aware", optimizer=sharpness, step=steps.sharpness_step, refused=SERVERS, says=KEEPS),
     odd_row(
-        "sharpness-aware, in two calls", optimizer=sharpness, step=odd.two_call_step, refused=EVERY, says=STEPS_ANOTHER
+        "sharpness-aware, in two calls",
+        optimizer=sharpness,
+        step=steps.two_call_step,
+        refused=EVERY,
+        says=STEPS_ANOTHER,
     ),
     # Longer runs of it magnify rounding without bound.
     odd_row(
@@ -271,7 +276,7 @@ ODD = (
     Odd("a schedule for each group", loops.group_schedules),
     Odd("never stepped", loops.by_hand, refused=EVERY, says=NEVER_STEPS),
     # What scripts do with their model.
-    odd_row("averages of the weights", model=odd.Averaging, step=odd.averaging_step, optimizer=trained_only),
+    odd_row("averages of the weights", model=odd.Averaging, step=steps.averaging_step, optimizer=trained_only),
     Odd("copied after every step", loops.with_copies),
     Odd("weights swapped and put back", loops.swapping),
     odd_row("compiled", model=lambda: torch.compile(perceptron(), backend="eager"), only_on="virtual"),  # type: ignore[return-value,arg-type]
@@ -335,8 +340,8 @@ def test_odd_models(engine: str, strategy: str, row: Odd, tmp_path: Path) -> Non
 def test_odd_models_under_asynchronous_strategies(row: Odd, strategy: str, tmp_path: Path) -> None:
     """Two workers train on all their data, and parameters stay finite."""
     result = virtual_engine.run(partial(launched, row.script), strategy=strategy, workers=2, out=tmp_path)
-    steps = {worker: [step for step in result.steps if step.worker == worker] for worker in range(2)}
-    assert len(steps[0]) == len(steps[1]) > 0
+    taken = {worker: [step for step in result.steps if step.worker == worker] for worker in range(2)}
+    assert len(taken[0]) == len(taken[1]) > 0
     assert result.iteration == len(result.steps)
     state = result.model_state()
     assert all(state[name].isfinite().all() for name in state if "infinite" not in name)

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
 
-import filelock
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.comm.client_sockets import ClientsSocket
-from paceline.comm.tickets import Ticket, Tickets, split_address
 from paceline.engines.served import clients
 from paceline.engines.served.clients import ServedClients
-from paceline.errors import UsageError
 from paceline.layout import TensorSpec
 from paceline.messages import Kind, Message
 from paceline.roster import Uniform
-from paceline.running import serving
 from paceline.served import client_core, form, server_core
 from paceline.served.client_core import ClientCore, Phase
 from paceline.served.form import EPOCH, VERSION, Form, Refused
@@ -527,82 +518,6 @@ def test_over_selection_ends_a_round_with_those_who_are_first() -> None:
     assert [len(run.accepted[number]) for number in range(4)] == [1, 1, 1, 1]
 
 
-# --- tickets ---------------------------------------------------------------------------------------------------------
-
-
-def test_tickets_are_for_their_owner_and_say_where_the_server_is(tmp_path: Path) -> None:
-    tickets = Tickets.made(tmp_path / "keys", num_clients=2, address="[::1]:77")
-    ticket = Ticket.read(tickets.path_of(1))
-    assert (ticket.client, ticket.address, tickets.client_of(ticket.public.encode())) == (1, "[::1]:77", 1)
-    files = list((tmp_path / "keys").iterdir())
-    assert len(files) == 5  # with a lock
-    assert all(path.stat().st_mode & 0o077 == 0 for path in files)
-    again = Tickets.made(tmp_path / "keys", num_clients=3, address=None)
-    assert Ticket.read(again.path_of(1)) == ticket
-    assert sorted(again.listed()) == ["0", "1", "2"]
-    with pytest.raises(UsageError, match="the server is at"):
-        Tickets.made(tmp_path / "keys", num_clients=3, address="elsewhere")
-
-
-def test_a_revoked_ticket_is_gone_at_once_for_a_server_that_runs(tmp_path: Path) -> None:
-    running = Tickets.made(tmp_path, num_clients=2, address="here")
-    key = Ticket.read(running.path_of(1)).public.encode()
-    assert running.client_of(key) == 1
-    Tickets(tmp_path).revoke(1)
-    assert running.client_of(key) is None
-    assert not running.path_of(1).exists()
-    with pytest.raises(UsageError, match="no client 1"):
-        Tickets(tmp_path).revoke(1)
-    assert running.client_of(b"\xff" * 40) is None
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"run": 1}'])
-def test_what_is_no_ticket_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "it.ticket"
-    path.write_text(text)
-    with pytest.raises(UsageError, match=r"it\.ticket"):
-        Ticket.read(path)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"run": "/../../../elsewhere"},
-        {"run": 5},
-        {"run": "0" * 16 + "\n"},
-        {"client": -1},
-        {"client": "1"},
-        {"client": True},
-        {"address": 7},
-        {"address": "::1"},
-        {"public": "short"},
-        {"secret": None},
-    ],
-)
-def test_a_ticket_of_another_form_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
-    path = Tickets.made(tmp_path, num_clients=1, address="here").path_of(0)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
-    with pytest.raises(UsageError):
-        Ticket.read(path)
-
-
-def test_tickets_that_are_made_and_revoked_at_the_same_time_are_all_listed(tmp_path: Path) -> None:
-    Tickets.made(tmp_path, num_clients=8, address="here")
-
-    def change(number: int) -> None:
-        Tickets(tmp_path).revoke(number)
-        Tickets(tmp_path).add(100 + number)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(change, range(8)))
-    found = Tickets(tmp_path).listed()
-    assert all(found[str(number)] is None for number in range(8))
-    assert all(
-        found[str(100 + number)] == Ticket.read(tmp_path / f"client-{100 + number}.ticket").public
-        for number in range(8)
-    )
-
-
 # --- what carries them ------------------------------------------------------------------------------------------------
 
 
@@ -656,65 +571,3 @@ def test_who_is_at_its_turn_when_the_run_ends_still_gets_its_model(monkeypatch: 
     assert process.core.phase is Phase.OVER
     assert torch.equal(VECTOR.read(process.core.state)[0], value[0])
     assert 100.0 < clock.now_s < 120.0
-
-
-# --- what is refused before anything starts ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("strategy", "settings", "reason"),
-    [
-        ("all-reduce", {}, "has no clients to serve"),
-        ("fed-avg:secure=masks", {}, "secure=masks needs stages"),
-        ("fed-avg:clients=1", {}, "are never there"),
-        ("dp-fed-avg", {"over": 1.5}, "more clients than epsilon is told for"),
-    ],
-)
-def test_what_cannot_be_served_is_refused(strategy: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    rounds = serving.Rounds(**settings)
-    with pytest.raises(UsageError, match=reason):
-        serving.serve("none.py", strategy=strategy, tickets=tmp_path / "it", listen="127.0.0.1:1", rounds=rounds)
-    assert not (tmp_path / "it").exists()
-
-
-@pytest.mark.parametrize("is_held", [True, False], ids=["held", "port-taken"])
-def test_a_second_server_changes_nothing_of_the_first_ones_directory(
-    is_held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving, "_LOCK_S", 0.0)
-    script, run = tmp_path / "train.py", tmp_path / "it" / "run"
-    script.write_text("")
-    run.mkdir(parents=True)
-    with ExitStack() as stack:
-        taken = stack.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
-        if is_held:
-            stack.enter_context(filelock.FileLock(run / "serving.lock"))
-        listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(UsageError, match="another process is serving" if is_held else "cannot listen"):
-            serving.serve(script, strategy="fed-avg:clients=2", tickets=tmp_path / "it", listen=listen, say=print)
-    assert is_held == (not (run / "manifest.json").exists())
-    if not is_held:  # a run without a round yet keeps its seed
-        seed = serving._seed_in(run, None)
-        assert seed == serving._seed_in(run, None) != serving._seed_in(tmp_path, None)
-    with filelock.FileLock(run / "serving.lock", timeout=0):
-        pass  # nothing is held any more
-
-
-@pytest.mark.parametrize("settings", [{"min_clients": 0}, {"deadline_s": 0.0}, {"outweigh": 0.5}, {"over": 0.9}])
-def test_rounds_of_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="must be"):
-        serving.Rounds(**settings)
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [("here", ("here", 9610)), ("here:1", ("here", 1)), ("[::1]", ("[::1]", 9610)), ("[::1]:5", ("[::1]", 5))],
-)
-def test_an_address_may_leave_the_port_out(text: str, found: tuple[str, int]) -> None:
-    assert split_address(text) == found
-
-
-@pytest.mark.parametrize("text", ["", ":5", "::1", "fe80::1:5", "::1]", "here:", "here:x", "here:0", "here:70000"])
-def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="no address"):
-        split_address(text)

@@ -1,4 +1,4 @@
-"""Models, optimizers and training steps that nobody's tutorial has, for the rows of `test_odd_models`."""
+"""Models and optimizers that nobody's tutorial has, for the rows of `test_odd_models`."""
 
 from __future__ import annotations
 

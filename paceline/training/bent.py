@@ -17,7 +17,6 @@ _COMPARING = (
     *("MaxBackward0", "MaxBackward1", "MinBackward0", "MinBackward1", "AmaxBackward0", "AminBackward0"),
     *("VarBackward0", "StdBackward0", "VarMeanBackward0", "StdMeanBackward0", "SoftmaxBackward0"),
 )
-_SHIFTED = "SubBackward0"  # by one number for all: a softmax of it is the same
 _DISTANCES = ("MmBackward0", "CdistBackward0", "EuclideanDistBackward0", "PdistBackward0")
 _LAID_OUT = (
     *("TBackward0", "TransposeBackward0", "PermuteBackward0"),
@@ -79,7 +78,8 @@ def _comparing(ends: Iterable[Any], num_samples: int) -> Any:
             continue
         if _compares(node, inputs, num_samples):
             return node
-        left += inputs if node.name() != _SHIFTED else (inner for inner in inputs if not _is_one(inner))
+        is_shifted = node.name() == "SubBackward0" and not _is_one(node)  # by one number for all: no softmax changes
+        left += (inner for inner in inputs if not (is_shifted and _is_one(inner)))
     return None
 
 

@@ -148,9 +148,7 @@ def _by_rank(values: Sequence[float]) -> str:
 
 def _to_tell(what: str, passes: Sequence[Sequence[float]]) -> tuple[Sequence[float], bool] | None:
     """What all terms were multiplied by on each rank, or one divided by, if it was not the same for as many samples and
-    terms; and whether it is the former. No numbers if there is `what` to tell of alone.
-
-    A factor that makes up for its own term's divisor is right.
+    terms, and no term's factor makes up for its divisor; and whether it is the former. Empty, to tell of `what` alone.
     """
     silent: tuple[Sequence[float], bool] | None = ((), False) if what else None
     if len({(each[0], len(each)) for each in passes}) != 1:

@@ -16,10 +16,7 @@ MEAN, SUM = 1, 2
 """Of `reduction`, as torch's losses keep it for their backward pass."""
 MOST_NODES = 1000
 """So far is any graph looked into."""
-_LAYERS = (
-    *("mm", "mv", "linear", "conv", "embedding", "rnn", "gru", "lstm", "batchnorm", "batch_norm", "layernorm"),
-    "compiledfunction",
-)
+_LAYERS = ("mm", "mv", "linear", "conv", "embedding", "rnn", "gru", "lstm", "batchnorm", "layernorm", "compiled")
 """What names of nodes hold where parameters may meet data."""
 
 

@@ -67,10 +67,8 @@ class Term(NamedTuple):
 
 
 def terms_in(loss: Tensor, num_samples: int, size: int) -> list[Term]:
-    """What the loss is made of. To be asked before the backward pass, which frees what terms are multiplied by.
-
-    `size`: the number of workers.
-    """
+    """What the loss of one of `size` workers is made of. To be asked before the backward pass, which frees what terms
+    are multiplied by."""
     with torch.no_grad():
         return list(_terms_of(loss, num_samples, size))
 
@@ -166,9 +164,8 @@ def _is_mean_over_rows(node: Any) -> bool:
 
 def _terms_of(loss: Tensor, num_samples: int, size: int) -> Iterator[Term]:
     """Each once, from where the loss is down: a node comes after all that it goes into, and leaves last."""
-    place: tuple[Any, int] = loss.grad_fn, loss.output_nr
-    found = {place: Term(loss.grad_fn, torch.ones_like(loss), loss.output_nr)}
-    order, count = [(0, 0, place)], 0
+    root = Term(loss.grad_fn, torch.ones_like(loss), loss.output_nr)
+    found, order, count = {(root.node, root.output): root}, [(0, 0, (root.node, root.output))], 0
     while order and count < MOST_NODES:
         term = found.pop(heapq.heappop(order)[-1])
         inner = _inside(term, num_samples, size)
@@ -189,8 +186,8 @@ def _inside(term: Term, num_samples: int, size: int) -> list[Term] | None:
     node, name = term.node, term.node.name()
     given = _inputs_of(node)
     is_one = term.weights.numel() == 1
-    is_product = name in PRODUCTS and len(given) == 2 and not _is_weighted_by_data(node)
-    if is_one and (is_product or _is_squared_norm(node, given)):
+    is_product = is_one and name in PRODUCTS and len(given) == 2 and not _is_weighted_by_data(node)
+    if is_product or (is_one and _is_squared_norm(node, given)):
         squared = given[0] if is_product else given[0][0].next_functions[0]
         return [_found(term, squared, term.weights.reshape(()).expand(shape_after(*squared)), num_samples)]
     if name not in _LINEAR or (len(given) > 1 and name not in _ADDED) or is_any_packed(node):
@@ -228,17 +225,14 @@ def _scaled(term: Term, num_samples: int, size: int, *, is_whole: bool) -> Term:
     is_quotient = node.name() == QUOTIENT
     number = abs(number_in(node, "self" if node.next_functions[0][0] is None else "other"))
     if is_quotient:
-        divides = is_whole or not number < num_samples
-    else:
-        divides = number * num_samples <= (size if is_whole else 1) * (1 + term.rounding)
-    return term._replace(
-        is_divided=term.is_divided or divides, is_scaled=term.is_scaled or (is_whole and not is_quotient)
-    )
+        return term._replace(is_divided=term.is_divided or is_whole or not number < num_samples)
+    is_share = is_whole and number < _MUCH and number * num_samples < size  # of batches that differ in length
+    divides = is_share or number * num_samples <= 1 + term.rounding
+    return term._replace(is_divided=term.is_divided or divides, is_scaled=term.is_scaled or is_whole)
 
 
 def _is_squared_norm(node: Any, inputs: Sequence[tuple[Any, int]]) -> bool:
     if node.name() != "PowBackward0" or node._saved_exponent != 2 or inputs[0][0].name() not in NORMS:
         return False
     norm = inputs[0][0]
-    order = getattr(norm, "_saved_ord", getattr(norm, "_saved_p", None))
-    return order == 2 and norm.next_functions[0][0] is not None
+    return getattr(norm, "_saved_ord", getattr(norm, "_saved_p", None)) == 2 and bool(_inputs_of(norm))

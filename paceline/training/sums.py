@@ -188,7 +188,7 @@ def _inside(term: Term, num_samples: int, size: int) -> list[Term] | None:
     is_one = term.weights.numel() == 1
     is_product = is_one and name in PRODUCTS and len(given) == 2 and not _is_weighted_by_data(node)
     if is_product or (is_one and _is_squared_norm(node, given)):
-        squared = given[0] if is_product else given[0][0].next_functions[0]
+        squared = given[0] if is_product else _inputs_of(given[0][0])[0]
         return [_found(term, squared, term.weights.reshape(()).expand(shape_after(*squared)), num_samples)]
     if name not in _LINEAR or (len(given) > 1 and name not in _ADDED) or is_any_packed(node):
         return None

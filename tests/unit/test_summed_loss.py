@@ -170,6 +170,7 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "a squared norm": lambda output: (output - 1).norm() ** 2,
     "a squared norm of torch.linalg": lambda output: torch.linalg.vector_norm(output).square(),
     "a squared distance": lambda output: torch.dist(output, torch.ones(NUM_SAMPLES, NUM_SAMPLES)) ** 2,
+    "a squared distance from outputs": lambda output: torch.dist(torch.ones(NUM_SAMPLES, NUM_SAMPLES), output) ** 2,
     "of squares by a product": lambda output: (output - 1).flatten() @ (output - 1).flatten(),
     "the last of cumulated ones": lambda output: squares(output).mean(1).cumsum(0)[-1],
     "by a product with ones": lambda output: torch.mm(ONES[None], squares(output).mean(1, keepdim=True))[0, 0],

@@ -79,7 +79,7 @@ def sum_among(terms: Sequence[Term], num_samples: int) -> str | None:
     for term in terms:
         if _is_torchs_sum(term) and not term.is_scaled:
             return f"{term.node.name().removesuffix('Backward0')} with reduction='sum'"
-    others = [term for term in terms if not (term.is_scaled or _is_product(term))]
+    others = [term for term in terms if not (term.is_scaled or _is_product(term) or _is_added_to_each(term))]
     is_sum = bool(others) and all(_is_over_samples(term, num_samples) for term in others)
     return others[0].summed if is_sum else None
 
@@ -98,6 +98,11 @@ def multiplied_sum_among(terms: Sequence[Term], num_samples: int, size: int) -> 
 def _is_torchs_sum(term: Term) -> bool:
     has_summed = getattr(term.node, "_saved_reduction", None) == SUM
     return has_summed and not term.is_divided and is_of_data(term.node)
+
+
+def _is_added_to_each(term: Term) -> bool:
+    """Whether it is one number that the script adds to what each sample loses."""
+    return term.has_rows and term.weights.numel() == 1
 
 
 def _is_product(term: Term) -> bool:

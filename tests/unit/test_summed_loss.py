@@ -180,6 +180,7 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "of quotients": lambda output: (squares(output)[:, 0] / output[:, 1].exp() + output[:, 1]).sum(),
     "weighted": lambda output: (squares(output).mean(1) * torch.linspace(0.5, 1.5, NUM_SAMPLES)).sum(),
     "of real and made ones, split": lambda output: torch.sub(*(part.sum() for part in output.repeat(2, 1).chunk(2))),
+    "with a penalty on each": lambda output: (squares(output).mean(1) + SQUARE.norm()).sum(),
     "beside a penalty": lambda output: squares(output).sum() + 0.1 * SQUARE.square().sum(),
     "of losses of single samples, stacked": lambda output: torch.stack(
         [squares(row[:2]).mean() for row in output]

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from paceline.training.nodes import MEAN, MOST_NODES, SUM, is_of_data, shape_after
 from paceline.training.sums import FACTORS, LEAF, NORMS, PRODUCTS, QUOTIENT, SUMS, Term
-from paceline.training.terms import MEAN, SUM, shape_after
 
 _BENT = (
     *("SqrtBackward0", "RsqrtBackward0", "LogBackward0", "Log1PBackward0", "ExpBackward0", "PowBackward0"),
@@ -15,20 +15,14 @@ _REDUCED = (*SUMS, *PRODUCTS, "MeanBackward0", "MeanBackward1", "LogsumexpBackwa
 _COMPARING = (
     *("TopkBackward0", "SortBackward0", "KthvalueBackward0", "MedianBackward0", "MedianBackward1"),
     *("MaxBackward0", "MaxBackward1", "MinBackward0", "MinBackward1", "AmaxBackward0", "AminBackward0"),
-    *("VarBackward0", "StdBackward0", "VarMeanBackward0", "StdMeanBackward0"),
+    *("VarBackward0", "StdBackward0", "VarMeanBackward0", "StdMeanBackward0", "SoftmaxBackward0"),
 )
 _DISTANCES = ("MmBackward0", "CdistBackward0", "EuclideanDistBackward0", "PdistBackward0")
-_TURNED = (
-    "TBackward0",
-    "TransposeBackward0",
-    "PermuteBackward0",
-    "ToCopyBackward0",
-    "ExpandBackward0",
-    "ViewBackward0",
+_LAID_OUT = (
+    *("TBackward0", "TransposeBackward0", "PermuteBackward0"),
+    *("ToCopyBackward0", "ExpandBackward0", "ViewBackward0"),
 )
-_LAYERS = ("mm", "mv", "Conv", "Embedding", "Rnn", "Gru", "Lstm", "Linear")
-"""What names of nodes hold where parameters meet what has no gradient: the script's data."""
-_MOST_NODES = 1000
+"""By which a layer makes a parameter fit."""
 
 
 def bent_among(terms: Sequence[Term], num_samples: int) -> str | None:
@@ -52,14 +46,14 @@ def _is_bent(node: Any, num_samples: int) -> bool:
 def _adds_samples(node: Any, num_samples: int) -> bool:
     """Whether it is computed from a sum or mean over as many rows as samples, by numbers alone."""
     left = [node]
-    for _ in range(_MOST_NODES):
+    for _ in range(MOST_NODES):
         node = left.pop() if left else None
         if node is None:
             break
         inputs = [inner for inner, _ in node.next_functions if inner is not None and inner.name() != LEAF]
         if _reduces(node, inputs, num_samples) and any(map(is_of_data, inputs)):
             return True
-        if math.prod(shape_after(node)) == 1:
+        if _is_one(node):
             left += inputs
     return False
 
@@ -71,25 +65,10 @@ def _reduces(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
     return node.name() in _REDUCED and num_samples in rows
 
 
-def is_of_data(node: Any) -> bool:
-    """Whether it comes from a layer of the model, and not from parameters alone, as a penalty on weights does."""
-    left, seen = [node], set[Any]()
-    while left and len(seen) < _MOST_NODES:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        inputs = [inner for inner, _ in node.next_functions]
-        if any(part in node.name() for part in _LAYERS) and (None in inputs or "Embedding" in node.name()):
-            return True
-        left += [inner for inner in inputs if inner is not None]
-    return False
-
-
 def _comparing(ends: Iterable[Any], num_samples: int) -> Any:
     """What compares samples between the loss and the last layer that has parameters."""
     left, seen = list(ends), set[Any]()
-    while left and len(seen) < _MOST_NODES:
+    while left and len(seen) < MOST_NODES:
         node = left.pop()
         if node in seen:
             continue
@@ -99,22 +78,28 @@ def _comparing(ends: Iterable[Any], num_samples: int) -> Any:
             continue
         if _compares(node, inputs, num_samples):
             return node
-        left += inputs
+        is_shifted = node.name() == "SubBackward0" and not _is_one(node)  # by one number for all: no softmax changes
+        left += (inner for inner in inputs if not (is_shifted and _is_one(inner)))
     return None
 
 
+def _is_one(node: Any) -> bool:
+    return math.prod(shape_after(node)) == 1
+
+
 def _is_of_parameter(node: Any) -> bool:
-    while node.name() in _TURNED and node.next_functions[0][0] is not None:
+    while node.name() in _LAID_OUT and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     return bool(node.name() == LEAF)
 
 
 def _compares(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
     if node.name() in _DISTANCES:
-        return len(inputs) == 2 and shape_after(node) == (num_samples, num_samples)
+        is_square = len(inputs) == 2 and shape_after(node) == (num_samples, num_samples)
+        return is_square and all(map(is_of_data, inputs))
     if node.name() not in _COMPARING or shape_after(inputs[0])[:1] != (num_samples,):
         return False
     dims, rank = getattr(node, "_saved_dim", None), len(shape_after(inputs[0]))
     if rank > 1 and shape_after(node)[:1] == (num_samples,):
         return False  # there are as many samples still, or as many of something else
-    return dims is None or bool({0, 2**64 - rank} & set(dims if isinstance(dims, tuple) else [dims]))
+    return dims in (None, ()) or bool({0, 2**64 - rank} & set(dims if isinstance(dims, tuple) else [dims]))

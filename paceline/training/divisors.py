@@ -2,13 +2,23 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
 from paceline.hooks import Place, backward_calls, place_in_script
-from paceline.training.terms import MEAN, PASSED_THROUGH, SUM, TELLS_PACKED, is_packed, number_in, saved_by, shape_after
+from paceline.training.nodes import (
+    MEAN,
+    PASSED_THROUGH,
+    SUM,
+    TELLS_PACKED,
+    is_packed,
+    number_in,
+    saved_by,
+    shape_after,
+    stacked_in,
+)
 
 _MULTIPLIED = ("MulBackward0", "MulBackward1")
 _NOT_GIVEN = -100 % 2**64  # of `ignore_index`, as nodes keep it
@@ -36,8 +46,7 @@ class _Divisor(NamedTuple):
 
 class _Pass(NamedTuple):
     values: list[float]
-    """The samples of its batch, the sum of what the terms of its loss are multiplied by, and what each is divided
-    by."""
+    """The samples of its batch, and what each term of its loss is multiplied and divided by."""
     what: str
     """As a divisor's."""
     place: Place
@@ -84,8 +93,7 @@ class Divisors:
         self._is_the_models = False
         result = backward(tensors, *more, **named)
         if self._is_the_models:
-            factor = sum(each.factor for each in found)
-            values = [self._num_samples(), factor, *(each.value for each in found)]
+            values = [self._num_samples(), *chain.from_iterable((each.factor, each.value) for each in found)]
             what = next((each.what for each in found if each.what), "")
             self._passes.append(_Pass(values, what, place_in_script()))
         return result
@@ -97,19 +105,20 @@ class Divisors:
 
     def compare(self, everyone: Sequence[Sequence[Sequence[float]]]) -> None:
         """Warn, once, on rank 0, if a loss of equally many samples was divided by other numbers on other ranks, or is
-        one of torch's that divides by what its batch weighs.
+        one of torch's that divides by what its batch weighs, and no factors make up for it.
 
         It is no error: such a mean may be as the script wants it.
         """
         if not self._is_first or self._has_told:
             return
         is_known = len(set(map(len, everyone))) == 1
-        unlike = map(_unlike, zip(*everyone, strict=True)) if is_known else repeat(None)
-        told = next((each for each in zip(self._said, unlike, strict=False) if each[0].what or each[1]), None)
+        by_pass = zip(*everyone, strict=True) if is_known else repeat(())
+        pairs = zip(self._said, by_pass, strict=False)
+        told = next(((one, found) for one, ranks in pairs if (found := _to_tell(one.what, ranks))), None)
         if told is None:
             return
         self._has_told = True
-        (_, kind, place), (values, is_factor) = told[0], told[1] or ((), False)
+        (_, kind, place), (values, is_factor) = told
         if is_factor and not kind:
             self._tell_of_factors(place, values)
             return
@@ -137,16 +146,36 @@ def _by_rank(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.4g} on rank {rank}" for rank, value in enumerate(values))
 
 
-def _unlike(passes: Sequence[Sequence[float]]) -> tuple[Sequence[float], bool] | None:
-    """What one term was divided by on each rank, or all were multiplied by, if it was not the same for as many samples
-    and terms; and whether it is the latter."""
-    if len({(each[0], len(each)) for each in passes}) > 1:
-        return None
-    for number, values in enumerate(zip(*passes, strict=True)):
-        is_known = all(map(math.isfinite, values))
-        if is_known and not all(math.isclose(value, values[0], rel_tol=_ROUNDING) for value in values):
-            return values, number == 1
-    return None
+def _to_tell(what: str, passes: Sequence[Sequence[float]]) -> tuple[Sequence[float], bool] | None:
+    """What all terms were multiplied by on each rank, or one divided by, if it was not the same for as many samples and
+    terms, and no term's factor makes up for its divisor; and whether it is the former. Empty, to tell of `what` alone.
+    """
+    silent: tuple[Sequence[float], bool] | None = ((), False) if what else None
+    if len({(each[0], len(each)) for each in passes}) != 1:
+        return silent
+    columns = list(zip(*passes, strict=True))
+    terms = list(zip(columns[1::2], columns[2::2], strict=True))
+    unlike = [term for term in terms if not _are_shares_alike(*term)]
+    added = [sum(factors) for factors in zip(*(factors for factors, _ in unlike), strict=True)]
+    if all(math.isfinite(value) for _, values in unlike for value in values) and _differ(added):
+        return added, True  # with divisors that nothing tells, factors may make up for them
+    if differing := next((values for _, values in unlike if _differ(values)), None):
+        return differing, False
+    return None if any(_differ(values) for _, values in terms) else silent
+
+
+def _are_shares_alike(factors: Sequence[float], divisors: Sequence[float]) -> bool:
+    """Whether each rank's quotient is the first one's."""
+    return all(
+        math.isclose(factor * divisors[0], factors[0] * divisor, rel_tol=_ROUNDING)
+        for factor, divisor in zip(factors, divisors, strict=True)
+    )
+
+
+def _differ(numbers: Sequence[float]) -> bool:
+    """As far as all are known."""
+    is_known = all(map(math.isfinite, numbers))
+    return is_known and not all(math.isclose(number, numbers[0], rel_tol=_ROUNDING) for number in numbers)
 
 
 def _divisors_in(roots: Sequence[Any]) -> list[_Divisor]:
@@ -165,20 +194,11 @@ def _divisors_in(roots: Sequence[Any]) -> list[_Divisor]:
             if node.name() in _MULTIPLIED:
                 factor *= number_in(node, "other" if inputs[0] is not None else "self") if not all(inputs) else math.nan
             left += [(inner, divisor, factor) for inner in reversed(inputs)]
-        elif (own := _own_divisor(node)) is not None and (stacked := _stacked_in(inputs)):
+        elif (own := _own_divisor(node)) is not None and (stacked := stacked_in(inputs[0])):
             left += [(inner, divisor * own.value, factor) for inner in reversed(stacked)]
         elif own is not None:
             found.append(own._replace(value=divisor * own.value, factor=factor))
     return found
-
-
-def _stacked_in(inputs: Sequence[Any]) -> list[Any]:
-    """Losses that the script has put into one tensor, to add them up or to take their mean."""
-    inner = inputs[0] if inputs else None
-    if inner is None or inner.name() != "StackBackward0":
-        return []
-    losses = [loss for loss, _ in inner.next_functions]
-    return losses if all(loss is not None and not shape_after(loss) for loss in losses) else []
 
 
 def _own_divisor(node: Any) -> _Divisor | None:

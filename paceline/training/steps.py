@@ -26,7 +26,7 @@ class Steps:
     """Has a synchronizer take each step, with the optimizer's own `step` as its update.
 
     Args:
-        summed_loss: looks at the loss of the first backward pass.
+        summed_loss: looks at losses up to each optimizer's first step.
         loaders: looks at those that were not prepared.
     """
 
@@ -40,8 +40,8 @@ class Steps:
     ) -> None:
         self._run, self._course, self._cadence = run, course, cadence
         self._summed_loss, self._loaders = summed_loss, loaders
-        self._yet_to_step: set[Synchronizer] = set()  # whose optimizers have not stepped, and how often others may
-        self._num_looks = _MOST_LOOKS
+        self._yet_to_step: set[Synchronizer] = set()  # their optimizers have not stepped
+        self._num_looks = _MOST_LOOKS  # so many steps more, of any optimizer, before it looks no longer
         self._is_stepping = False
         self._told: Mapping[str, object] = {}
 

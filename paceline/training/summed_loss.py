@@ -1,6 +1,7 @@
 """Notices a loss that is a sum over its batch, where workers average gradients as if it were a mean."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
@@ -8,9 +9,12 @@ from torch import Tensor, nn
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
 from paceline.hooks import Place, backward_calls, place_in_script
-from paceline.training.bent import bent_among, is_of_data
+from paceline.training.bent import bent_among
 from paceline.training.sums import multiplied_sum_among, sum_among, terms_in
 from paceline.training.terms import Terms
+
+SURPRISES: tuple[type[Exception], ...] = (Exception,)
+"""A graph that is not as these looks take it is no error of the script's."""
 
 
 class _Pass(NamedTuple):
@@ -86,7 +90,8 @@ class SummedLoss:
         num_samples = self._num_samples()
         before, culprit, doubt = self._under_way, None, None
         if num_samples > 1:
-            culprit, doubt = self._found(losses, gradients, num_samples)
+            with suppress(*SURPRISES):
+                culprit, doubt = self._found(losses, gradients, num_samples)
         self._under_way = _Pass([each.grad_fn for each in losses], gradients is None, culprit, doubt)
         self._place = self._place if before else place_in_script()
         try:
@@ -99,12 +104,12 @@ class SummedLoss:
         if gradients is not None:
             is_sum = not self.has_looked and _is_sum_of(_listed(gradients), num_samples)
             return ("backward(ones)" if is_sum else None), None
-        for terms in [terms_in(loss, num_samples) for loss in losses]:
-            culprit = sum_among(terms, num_samples)
-            if self.has_looked:  # the next passes may well be of a penalty on weights
-                culprit = culprit if all(is_of_data(term.node) for term in terms) else None
-            if culprit or self.has_looked:
+        for loss in losses:
+            terms = terms_in(loss, num_samples, self._size)
+            if culprit := sum_among(terms, num_samples):
                 return culprit, None
+            if self.has_looked:
+                continue
             if bent := bent_among(terms, num_samples):
                 return None, (
                     f"the loss is a function of sums or means over the batch that is not linear, or compares its "

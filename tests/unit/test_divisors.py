@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from paceline.buckets import when_gradient_is_ready
 from paceline.training.divisors import Divisors
 
+pytestmark = pytest.mark.filterwarnings("error::UserWarning")
+
 SIZE, NUM_SAMPLES, NUM_CLASSES = 2, 6, 3
 WEIGHT = torch.tensor([1.0, 2.0, 4.0])
 IGNORED = torch.tensor([[0, 1, -100, 2, 1, 0], [-100, 1, -100, 2, 1, 0]])
@@ -66,7 +68,7 @@ def require_told(loss: Loss, says: str | None, **settings: Any) -> None:
     with pytest.warns(UserWarning, match=says) if says else nullcontext():
         ranks[0].watch.compare(everyone)
     for one in ranks:  # another rank says nothing, and nobody says it twice
-        one.watch.compare(everyone if says or one.rank else [])
+        one.watch.compare(everyone)
 
 
 TOLD: dict[str, tuple[Loss, str]] = {
@@ -107,6 +109,12 @@ NOT_TOLD: dict[str, Loss] = {
     "by the batch": lambda m, x, y, _: losses(m, x, y).sum() / len(x),
     "by a constant": lambda m, x, y, _: losses(m, x, y).mean() / 4,
     "by all ranks' number": lambda m, x, y, _: (losses(m, x, y) * mask(y)).sum() / torch.tensor(5.0) * 12 / len(x),
+    "by a factor that makes up for it": lambda m, x, y, rank: (
+        F.cross_entropy(m(x), IGNORED[rank]) * ((IGNORED[rank] >= 0).sum() * SIZE / 9)
+    ),
+    "class weights that a factor makes up for": lambda m, x, y, _: (
+        F.cross_entropy(m(x), y, WEIGHT) * (WEIGHT[y].sum() * SIZE / 31) + 0.1 * m(x).square().mean()
+    ),
     "mixed up": lambda m, x, y, rank: (
         (0.3 + rank / 2) * losses(m, x, y).mean() + (0.7 - rank / 2) * losses(m, x, y.flip(0)).mean()
     ),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.training import summed_loss
 from paceline.training.bent import bent_among
+from paceline.training.nodes import MOST_NODES, is_of_data
 from paceline.training.summed_loss import SummedLoss
-from paceline.training.sums import multiplied_sum_among, terms_in
-from paceline.training.terms import _MOST_NODES, Terms
+from paceline.training.sums import multiplied_sum_among, sum_among, terms_in
+from paceline.training.terms import Terms
 
 NUM_SAMPLES = 8
 
@@ -84,7 +89,7 @@ def trunk(depth: int) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), *(nn.Tanh() for _ in range(depth)))
 
 
-@pytest.mark.parametrize(("depth", "are_apart"), [(0, True), (_MOST_NODES, False)])
+@pytest.mark.parametrize(("depth", "are_apart"), [(0, True), (MOST_NODES, False)])
 def test_as_many_terms_as_samples_are_refused_only_if_cut_out_of_the_batch(depth: int, are_apart: bool) -> None:
     """An ensemble's terms share nothing; those of heads may share a trunk that nobody has looked down to."""
     models = [trunk(depth) for _ in range(4)]
@@ -96,6 +101,14 @@ def test_as_many_terms_as_samples_are_refused_only_if_cut_out_of_the_batch(depth
     terms.add_pass([loss.grad_fn])
     assert not terms.are_one_a_sample(4)
     assert terms.are_apart(4) == are_apart
+
+
+def test_losses_of_a_sample_each_may_be_stacked() -> None:
+    model, terms = nn.Linear(3, 3), Terms()
+    labels = torch.zeros(1, dtype=torch.int64)
+    losses = [nn.functional.cross_entropy(model(torch.ones(1, 3)), labels) for _ in range(4)]
+    terms.add_pass([torch.stack(losses).sum().grad_fn])
+    assert terms.are_apart(4)
 
 
 class Doubled(torch.autograd.Function):
@@ -110,6 +123,26 @@ class Doubled(torch.autograd.Function):
 
 def squares(output: Tensor) -> Tensor:
     return output.square()
+
+
+def sum_of_parts(parts: Iterable[Tensor]) -> Tensor:
+    return torch.as_tensor(sum(squares(part).sum() for part in parts))
+
+
+def of_two_lengths(output: Tensor) -> Tensor:
+    """One number is added to vectors of two lengths."""
+    number, losses = output.mean(), squares(output).mean(1)
+    return ((losses[:5] + number).sum() + (losses[5:] + number).sum()) / NUM_SAMPLES
+
+
+def nested(output: Tensor) -> Tensor:
+    with warnings.catch_warnings(action="ignore"):  # torch's own: it is new
+        return sum_of_parts((torch.nested.as_nested_tensor([output[:5], output[5:]]) * 2).unbind()) / NUM_SAMPLES
+
+
+def weighted_by_itself(output: Tensor) -> Tensor:
+    losses = squares(output).mean(1)
+    return (losses.softmax(0) * losses).sum()
 
 
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -137,6 +170,7 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "a squared norm": lambda output: (output - 1).norm() ** 2,
     "a squared norm of torch.linalg": lambda output: torch.linalg.vector_norm(output).square(),
     "a squared distance": lambda output: torch.dist(output, torch.ones(NUM_SAMPLES, NUM_SAMPLES)) ** 2,
+    "a squared distance from outputs": lambda output: torch.dist(torch.ones(NUM_SAMPLES, NUM_SAMPLES), output) ** 2,
     "of squares by a product": lambda output: (output - 1).flatten() @ (output - 1).flatten(),
     "the last of cumulated ones": lambda output: squares(output).mean(1).cumsum(0)[-1],
     "by a product with ones": lambda output: torch.mm(ONES[None], squares(output).mean(1, keepdim=True))[0, 0],
@@ -145,6 +179,15 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "of a function of the script's own": lambda output: Doubled.apply(squares(output)).sum(),
     "of quotients": lambda output: (squares(output)[:, 0] / output[:, 1].exp() + output[:, 1]).sum(),
     "weighted": lambda output: (squares(output).mean(1) * torch.linspace(0.5, 1.5, NUM_SAMPLES)).sum(),
+    "of real and made ones, split": lambda output: torch.sub(*(part.sum() for part in output.repeat(2, 1).chunk(2))),
+    "with a penalty on each": lambda output: (squares(output).mean(1) + SQUARE.norm()).sum(),
+    "beside a penalty": lambda output: squares(output).sum() + 0.1 * SQUARE.square().sum(),
+    "of losses of single samples, stacked": lambda output: torch.stack(
+        [squares(row[:2]).mean() for row in output]
+    ).sum(),
+    "of losses of single samples, joined": lambda output: torch.cat(
+        [squares(row[:2]).mean(0, keepdim=True) for row in output.unbind()]
+    ).sum(),
     "of some": lambda output: (squares(output).mean(1) * (torch.arange(NUM_SAMPLES) == 3)).sum(),
 }
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -173,9 +216,21 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "nothing": lambda output: output[:, :0].sum() + squares(output).mean(),
     "behind a function of the script's own": lambda output: Doubled.apply(squares(output).mean()),
     "of as many weights, beside a mean": lambda output: squares(output).mean() + SQUARE.square().sum(),
+    "of as many weights, beside a scaled mean": lambda output: 0.5 * squares(output).mean() + SQUARE.square().sum(),
+    "of torch's, of weights": lambda output: (
+        squares(output).mean() + nn.functional.mse_loss(SQUARE, SQUARE.detach() - 1, reduction="sum")
+    ),
+    "parts of two lengths": lambda output: sum_of_parts(output.split([5, 3])) / NUM_SAMPLES,
+    "parts of two widths": lambda output: sum_of_parts(output.split([2, 6], 1)) / NUM_SAMPLES,
+    "one number in vectors of two lengths": of_two_lengths,
+    "nested parts": nested,
+    "means along no dimension that is named": lambda output: squares(output).mean(dim=None).expand(8, 8).sum(),
+    "as many losses, joined": lambda output: torch.cat([squares(output).mean().view(1) for _ in range(8)]).sum(),
+    "as many losses, by hstack": lambda output: torch.hstack([squares(output).mean() for _ in range(8)]).sum(),
+    "weights that have a gradient": weighted_by_itself,
 }
 ONES, WEIGHTS = torch.ones(NUM_SAMPLES), torch.arange(float(NUM_SAMPLES)).softmax(0)
-SQUARE = torch.ones(NUM_SAMPLES, NUM_SAMPLES, requires_grad=True)
+SQUARE = nn.Parameter(torch.ones(NUM_SAMPLES, NUM_SAMPLES))
 
 
 def look_at(loss: Callable[[Tensor], Tensor]) -> None:
@@ -209,6 +264,8 @@ BENT: dict[str, Callable[[Tensor], Tensor]] = {
     "the median": lambda output: squares(output).mean(1).median(),
     "a deviation over the batch": lambda output: squares(output).mean() + (1 - output[:, :3].std(0)).relu().mean(),
     "similarities": lambda output: nn.functional.cross_entropy(output @ output.t(), torch.arange(NUM_SAMPLES)),
+    "less than the largest": lambda output: (output.mean() - squares(output).mean(1).max()).relu(),
+    "weights by what others lose": weighted_by_itself,
     "a product of means": lambda output: squares(output).mean() * output.abs().mean(),
 }
 STRAIGHT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -220,13 +277,20 @@ STRAIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "the largest of each sample": lambda output: output.max(1).values.mean() + output.std(1).mean(),
     "means of means": lambda output: (output.square().mean(0) * torch.arange(8.0)).sum(),
     "a norm of weights": lambda output: squares(output).mean() + 0.1 * SQUARE[:3].norm(),
+    "as many classes, by computed weights": lambda output: nn.functional.cross_entropy(
+        output.tanh() @ nn.functional.normalize(SQUARE).t(), torch.arange(NUM_SAMPLES)
+    ),
+    "as many classes, by a weight's direction": lambda output: nn.utils.parametrizations.spectral_norm(
+        nn.Linear(NUM_SAMPLES, NUM_SAMPLES, bias=False)
+    )(output.tanh()).mean(),
+    "less the largest": lambda output: nn.functional.cross_entropy(output - output.max(), torch.arange(NUM_SAMPLES)),
 }
-SCALE = torch.ones((), requires_grad=True)
+SCALE = nn.Parameter(torch.ones(()))
 
 
 def bent(loss: Callable[[Tensor], Tensor]) -> str | None:
     output = nn.Linear(3, NUM_SAMPLES)(torch.ones(NUM_SAMPLES, 3))
-    return bent_among(terms_in(loss(output), NUM_SAMPLES), NUM_SAMPLES)
+    return bent_among(terms_in(loss(output), NUM_SAMPLES, 2), NUM_SAMPLES)
 
 
 @pytest.mark.parametrize("loss", BENT.values(), ids=BENT)
@@ -239,11 +303,113 @@ def test_what_is_of_each_sample_or_of_parameters_is_linear(loss: Callable[[Tenso
     assert bent(loss) is None
 
 
+@pytest.mark.parametrize("num_samples", [6, 7])
+def test_a_mean_by_numbers_of_few_digits_is_no_sum(num_samples: int) -> None:
+    losses = squares(nn.Linear(3, 2)(torch.ones(num_samples, 3))).mean(1).bfloat16()
+    part = torch.tensor(1 / num_samples, dtype=torch.bfloat16)
+    for loss in ((losses * part.expand(num_samples)).sum(), (losses * part).sum()):
+        assert sum_among(terms_in(loss, num_samples, 2), num_samples) is None
+
+
+class Squeezed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x + self.bias
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(3, 3),
+    "without bias": lambda: nn.Linear(3, 3, bias=False),
+    "by hand": Squeezed,
+    "normalised at first": lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)),
+    "deep": lambda: trunk(MOST_NODES),
+    "bilinear": lambda: Twice(nn.Bilinear(3, 3, 3)),
+}
+
+
+class Twice(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x, x)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_gradient"),
+    [
+        *((name, False) for name in MODELS),
+        *((name, True) for name in MODELS if name != "by hand"),
+        pytest.param("compiled", False, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_model_makes_of_data_is_no_penalty(name: str, has_gradient: bool) -> None:
+    model = MODELS[name]() if name in MODELS else torch.compile(nn.Linear(3, 3), backend="aot_eager")
+    x = torch.ones(NUM_SAMPLES, 3, requires_grad=has_gradient)
+    assert is_of_data(squares(model(x)).sum().grad_fn)
+    for penalty in (sum(squares(each).sum() for each in model.parameters()), next(model.parameters()).norm()):
+        assert not is_of_data(torch.as_tensor(penalty).grad_fn)
+
+
+def test_a_penalty_may_go_backward_first() -> None:
+    """It has as many rows as there are samples."""
+    model = nn.Linear(5, NUM_SAMPLES)
+    watch = SummedLoss(list(model.parameters()), rank=0, size=2, num_samples=lambda: NUM_SAMPLES)
+    try:
+        torch.as_tensor(sum(squares(each).sum() for each in model.parameters())).backward()
+        with pytest.raises(UsageError, match=r"a sum over the batch \(sum\(\)\)"):
+            squares(model(torch.ones(NUM_SAMPLES, 5))).sum().backward()
+    finally:
+        watch.close()
+
+
+def test_a_look_that_fails_stops_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summed_loss, "SURPRISES", (Exception,))
+    monkeypatch.setattr(summed_loss, "sum_among", lambda *_: 1 / 0)
+    look_at(lambda output: squares(output).sum())
+
+
+def test_what_goes_backward_is_not_kept() -> None:
+    model = nn.Linear(3, 2)
+    watch = SummedLoss(list(model.parameters()), rank=0, size=2, num_samples=lambda: NUM_SAMPLES)
+    output = Doubled.apply(model(torch.ones(NUM_SAMPLES, 3)))
+    node = weakref.ref(output.grad_fn)
+    output.mean().backward(retain_graph=True)
+    del output
+    gc.collect()
+    watch.close()
+    assert node() is None
+
+
+SCALED: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
+    "torch's own": (lambda output: 0.5 * nn.functional.mse_loss(output, output.detach() + 1, reduction="sum"), 0.5),
+    "torch's own by a scaler": (
+        lambda output: 1024 * (nn.functional.mse_loss(output, output.detach(), reduction="sum") + output.mean()),
+        1024,
+    ),
+    "a sum by a scaler": (lambda output: 1024 * squares(output).sum(), 1024),
+    "a mean by a scaler": (lambda output: squares(output).sum() * (1 / NUM_SAMPLES) * 1024, None),
+    "a mean of all batches by a scaler": (lambda output: squares(output).sum() * (2 / (2 * NUM_SAMPLES)) * 1024, None),
+    "a penalty by a scaler": (lambda _: 1024 * SQUARE.square().sum(), None),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_sums_are_told_and_means_are_not(name: str) -> None:
+    loss, factor = SCALED[name]
+    terms = terms_in(loss(nn.Linear(3, 2)(torch.ones(NUM_SAMPLES, 3))), NUM_SAMPLES, 2)
+    assert multiplied_sum_among(terms, NUM_SAMPLES, 2) == factor
+
+
 @pytest.mark.parametrize(("factor", "is_told"), [(0.5, True), (16.0, True), (2.0, False), (0.1, False)])
 def test_sums_are_told_that_are_multiplied_by_too_much_for_a_mean(factor: float, is_told: bool) -> None:
     """Workers are two."""
     loss = factor * squares(nn.Linear(3, 2)(torch.ones(NUM_SAMPLES, 3))).sum()
-    found = multiplied_sum_among(terms_in(loss, NUM_SAMPLES), NUM_SAMPLES, 2)
+    found = multiplied_sum_among(terms_in(loss, NUM_SAMPLES, 2), NUM_SAMPLES, 2)
     assert found == (factor if is_told else None)
 
 

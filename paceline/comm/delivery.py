@@ -73,6 +73,10 @@ class Delivery:
         self._kept.append((self._num_sent, frames))
         return () if self.is_asking else self._enclosed(self._num_sent, frames)
 
+    def keep_nothing(self) -> None:
+        """Nothing that was sent has to arrive any more, nor what is sent from now on."""
+        self._kept = deque(maxlen=0)
+
     def ask(self) -> Sequence[Raw]:
         """The caller's connection was broken, or it wants to know what has arrived: what is to be sent."""
         self.is_asking = True

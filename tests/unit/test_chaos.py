@@ -68,6 +68,19 @@ def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path, monkeyp
         Schedule.read(path)
 
 
+def test_where_there_are_other_hosts_not_only_these_are_struck(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("paceline.running.chaos.drawing.KINDS", WITHOUT_LACKS)
+    made = Campaign(script=SCRIPT, strategy=build("all-reduce", {}), workers=3, at_least=2, out=tmp_path / "out")
+    others = [["worker-1", "worker-2"]]
+    drawn = [made._drawn(Random(seed), CALLS, others, 5) for seed in range(100)]
+    kinds = {strike.kind for scene in drawn for strike in scene.strikes}
+    assert {"flicker", "slow", "kill", "stop", "cut", "full"} <= kinds
+    assert not {"part", "node"} & kinds, "of three workers two would die"
+    assert {"part", "node"} <= {
+        strike.kind for seed in range(100) for strike in made._drawn(Random(seed), CALLS, [["worker-2"]], 5).strikes
+    }
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

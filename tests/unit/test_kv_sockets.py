@@ -142,7 +142,8 @@ def test_a_server_that_is_busy_as_a_connection_breaks_answers(monkeypatch: pytes
     """It lets nobody in by the worker's name before it has read what came over the old connection."""
     for module in (wire, store_module):
         monkeypatch.setattr(module, "AGAIN_S", 0.2)
-    receive, num_cut = Listener.receive, []
+    receive = Listener.receive
+    num_cut: list[int] = []
 
     def standing_still(listener: Listener) -> Any:
         arrived = receive(listener)

@@ -151,7 +151,8 @@ def test_each_piece_counts_once_though_connections_break(
     pushed: list[int], rule: AdmissionRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the server takes the first piece of an exchange, one in the midst of the next, and the last of a third."""
-    push, num_cut = Shard.push, []
+    push = Shard.push
+    num_cut: list[int] = []
 
     def cutting(shard: Shard, *rest: object, **options: object) -> object:
         answer = push(shard, *rest, **options)  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ class Guard:
                 raise typer.Exit(status if status >= 0 else 128 - status)
             iteration = _unfinished_at(self._directory)
             saved = _newer_checkpoint(self._directory, than=None if resumed is None else resumed.lost.resumed_at)
-            lost = LauncherLost(launcher, signal.Signals(-status).name, iteration, saved)
+            lost = LauncherLost(launcher, _name_of(-status), iteration, saved)
             print(f"the launcher was killed; another one goes on: {lost}", file=sys.stderr, flush=True)
             resumed = Resumed(self._directory, lost)
 
@@ -133,6 +133,14 @@ class Guard:
         if self._is_starting:
             raise UsageError("the launcher was killed, and another one is being started; ask again in some seconds")
         raise UsageError("the run is ending")
+
+
+def _name_of(number: int) -> str:
+    """Of a signal; a real-time one has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def print_to(directory: Path) -> None:

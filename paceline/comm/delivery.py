@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 from paceline.messages import Raw
 
 _ENVELOPE = struct.Struct("<Qqq")
-_WORD, _AGAIN = 0, -1  # in a number's place: it is none that counts; begin again
+_WORD = 0  # in a number's place: it is none that counts. -1: begin again; -2: so, as it is asked the second time
 _MOST_UNSAID, _MOST_UNSAID_BYTES = 16, 16 << 20
 """Who has received more, and has said nothing since, says so in a message of its own: the other end keeps it all."""
 
@@ -53,7 +53,7 @@ class Delivery:
 
     def __init__(self, life: int, *, calls: bool) -> None:
         self.life, self._calls = life, calls
-        self._num_sent = self._num_heard = 0
+        self._num_sent = self._num_heard = self._num_asked = 0
         self._kept: deque[tuple[int, Sequence[Raw]]] = deque()
         self._num_unsaid = self._unsaid_bytes = 0
         self.is_asking = False
@@ -73,17 +73,22 @@ class Delivery:
         self._kept.append((self._num_sent, frames))
         return () if self.is_asking else self._enclosed(self._num_sent, frames)
 
+    def keep_nothing(self) -> None:
+        """Nothing that was sent has to arrive any more, nor what is sent from now on."""
+        self._kept = deque(maxlen=0)
+
     def ask(self) -> Sequence[Raw]:
         """The caller's connection was broken, or it wants to know what has arrived: what is to be sent."""
         self.is_asking = True
-        return [self._envelope(_AGAIN)]
+        self._num_asked += 1
+        return [self._envelope(-self._num_asked)]
 
     def hear(self, envelope: Envelope, frames: Sequence[Raw]) -> Heard:
         """Something has come."""
         while self._kept and self._kept[0][0] <= envelope.heard:
             self._kept.popleft()
-        if envelope.number == _AGAIN:
-            return Heard(False, self._begun_again())
+        if envelope.number < 0:
+            return Heard(False, self._begun_again(envelope.number))
         if envelope.number == _WORD:
             return Heard(bool(frames), ())
         is_new = envelope.number == self._num_heard + 1
@@ -94,8 +99,10 @@ class Delivery:
         is_due = self._num_unsaid >= _MOST_UNSAID or self._unsaid_bytes >= _MOST_UNSAID_BYTES
         return Heard(is_new, [[self._envelope(_WORD)]] if is_due else ())
 
-    def _begun_again(self) -> list[Sequence[Raw]]:
-        answer = [] if self._calls else [[self._envelope(_AGAIN)]]
+    def _begun_again(self, number: int) -> list[Sequence[Raw]]:
+        if self._calls and number != -self._num_asked:
+            return []  # answered on a connection that was broken since
+        answer = [] if self._calls else [[self._envelope(number)]]
         self.is_asking = False
         return [*answer, *(self._enclosed(number, frames) for number, frames in self._kept)]
 

@@ -18,9 +18,18 @@ from zmq.auth.thread import ThreadAuthenticator
 from paceline.comm.delivery import Delivery, opened
 from paceline.messages import Message, Raw
 
-_AGAIN_S = 1.0
-"""Who has asked to begin again and is not answered for so long connects anew: a listener that has not seen the last
-connection break does not hear the next one."""
+AGAIN_S, _MOST_PATIENCE_S = 1.0, 8.0
+"""Whose connection was broken, and who has asked to begin again and is not answered for so long, connects anew: a
+listener that has not seen the last connection break does not hear the next one. Each time it waits twice as long, up to
+the second."""
+_KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 30,
+    zmq.TCP_KEEPALIVE_INTVL: 10,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+"""A connection that only one end has seen break is closed on the other after a minute, since nobody else gets in by its
+name before. The kernel asks and answers, so that a process that stands still keeps its connections."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,7 @@ class Listener:
         self.socket.linger = 1000
         self.socket.set_hwm(0)  # a router drops what does not fit its queue, and a model may be thousands of messages
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        _keep_alive(self.socket)
         self.socket.ipv6 = ":" in host
         self._deliveries: dict[bytes, Delivery] = {}
         address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
@@ -97,6 +107,11 @@ class Listener:
             frames = delivery.send(message.encode(), keep=keep)
             self.socket.send_multipart([identity, *frames], copy=not message.payload)
 
+    def forget(self, identity: bytes) -> None:
+        """This caller's process has ended: nothing is kept for it any more. What it has sent before is still heard."""
+        if identity in self._deliveries:
+            self._deliveries[identity].keep_nothing()
+
     def close(self) -> None:
         if not self._context.closed:
             self.socket.close()
@@ -118,11 +133,13 @@ class Caller:
         self.socket.linger = 0
         self.socket.set_hwm(0)
         self.socket.ipv6 = "[" in endpoint
+        _keep_alive(self.socket)
         self.broken = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         """Can be read when the connection is broken."""
         self._endpoint = endpoint
         self._delivery = Delivery(secrets.randbits(64), calls=True)
-        self._asked_s, self._patience_s = 0.0, _AGAIN_S
+        self._was_broken = False  # and nobody has answered since
+        self._asked_s, self._patience_s = 0.0, AGAIN_S
         self.socket.connect(endpoint)
 
     @property
@@ -148,6 +165,7 @@ class Caller:
             if envelope is None or envelope.life != self._delivery.life:
                 continue
             heard = self._delivery.hear(envelope, frames)
+            self._was_broken = self._was_broken and self._delivery.is_asking
             for said in heard.say:
                 self.socket.send_multipart(said, copy=False)
             if heard.is_new:
@@ -162,7 +180,7 @@ class Caller:
         if not self._delivery.is_settled:
             self._ask()
         while not self._delivery.is_settled and (left_s := until_s - time.monotonic()) > 0:
-            poller.poll(int(min(left_s, _AGAIN_S) * 1000))
+            poller.poll(int(min(left_s, AGAIN_S) * 1000))
             self.receive()
             if not self._delivery.is_asking and not self._delivery.is_settled:
                 self._ask()
@@ -178,14 +196,15 @@ class Caller:
 
     def _mend(self) -> None:
         is_broken = False
-        self._patience_s = self._patience_s if self._delivery.is_asking else _AGAIN_S
         while self.broken.poll(0):
             self.broken.recv_multipart()
             is_broken = True
         if is_broken:
+            self._patience_s = self._patience_s if self._was_broken else AGAIN_S
+            self._was_broken = True
             self._ask()
-        elif self._delivery.is_asking and time.monotonic() > self._asked_s + self._patience_s:
-            self._patience_s *= 2
+        elif self._was_broken and time.monotonic() > self._asked_s + self._patience_s:
+            self._patience_s = min(2 * self._patience_s, _MOST_PATIENCE_S)
             with contextlib.suppress(zmq.ZMQError):  # it is none any more
                 self.socket.disconnect(self._endpoint)
             self.socket.connect(self._endpoint)
@@ -195,3 +214,8 @@ class Caller:
         self._asked_s = time.monotonic()
         with contextlib.suppress(zmq.Again):  # a listener that has refused the keys leaves no way to it
             self.socket.send_multipart(self._delivery.ask(), zmq.NOBLOCK)
+
+
+def _keep_alive(socket: "zmq.Socket[bytes]") -> None:
+    for option, value in _KEEPALIVE.items():
+        socket.setsockopt(option, value)

@@ -1,5 +1,7 @@
 """What a worker's program sees of a store."""
 
+import math
+import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, final
@@ -8,7 +10,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from paceline.comm.wire import Caller, Keys
+from paceline.comm.wire import AGAIN_S, Caller, Keys
 from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.kv.client_core import ClientCore
 from paceline.kv.filters import Filter
@@ -42,8 +44,7 @@ class Store:
         self._refusals: list[PacelineError] = []
         self._heard: set[int] = set()
         self._poller = zmq.Poller()
-        self._index_of = {socket: index for index, caller in enumerate(self._callers) for socket in caller.sockets}
-        for socket in self._index_of:
+        for socket in (socket for caller in self._callers for socket in caller.sockets):
             self._poller.register(socket, zmq.POLLIN)
         self.sent_bytes = self.received_bytes = 0
         """Of all messages so far: headers, keys and values."""
@@ -141,7 +142,8 @@ class Store:
                     self.wait(*self._core.unfinished(), leaving)
             finally:
                 for caller in self._callers:
-                    caller.close(linger_s=_LINGER_S)
+                    caller.settle(within_s=_LINGER_S)
+                    caller.close()
                 self._callers = []
 
     def __enter__(self) -> Self:
@@ -161,19 +163,25 @@ class Store:
 
     def _receive(self, timeout_s: float | None) -> bool:
         """Take what has come; whether something has in time."""
-        found = self._poller.poll(None if timeout_s is None else int(timeout_s * 1000))
-        for socket, _ in found:
-            index = self._index_of[socket]
-            frames = self._callers[index].receive()
-            if frames is None:
+        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not (has_come := self._take()) and (left_s := until_s - time.monotonic()) > 0:
+            self._poller.poll(math.ceil(min(left_s, AGAIN_S) * 1000))
+        return has_come
+
+    def _take(self) -> bool:
+        """Of each server a message, if one has come; whether any has."""
+        has_come = False
+        for index, caller in enumerate(self._callers):
+            if (frames := caller.receive()) is None:
                 continue
+            has_come = True
             self.received_bytes += sum(map(len, frames))
             self._heard.add(index)
             try:
                 self._core.receive(index, Message.decode(frames, epoch=EPOCH))
             except PacelineError as error:
                 self._refusals.append(error)
-        return bool(found)
+        return has_come
 
     def _silence(self, timestamp: int) -> str:
         never = ", ".join(str(index) for index in range(len(self._callers)) if index not in self._heard)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import zmq
 
-from paceline.comm.wire import Caller, Keys
+from paceline.comm.wire import AGAIN_S, Caller, Keys
 from paceline.messages import Kind, Message, WireError
 from paceline.probing.echo import EPOCH
 
@@ -69,7 +69,7 @@ def await_answer(caller: Caller) -> None:
         left_s = until_s - time.perf_counter()
         if left_s <= 0:
             raise WireError(f"no answer within {_ANSWER_S:g} s from a host that answered before; see its load")
-        caller.socket.poll(math.ceil(left_s * 1000))
+        caller.socket.poll(math.ceil(min(left_s, AGAIN_S) * 1000))
 
 
 def answered(callers: Sequence[Caller]) -> list[int]:

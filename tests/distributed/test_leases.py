@@ -17,7 +17,6 @@ from paceline.membership import Membership
 from paceline.records import EventRecord, read_records
 
 LEASE_S = 1.5
-OTHERS_S = 2.0  # a machine that is busy
 
 
 def turn_for(controller: Controller, seconds: float) -> None:
@@ -45,9 +44,7 @@ def test_a_worker_ends_when_the_launcher_is_silent_and_not_while_it_waits_for_a_
     controller._files._jobs.put(lambda: time.sleep(LEASE_S + 0.5))
     assert controller.finish_files(limit_s=10)
     assert not ended.is_set()
-    began_s = time.monotonic()
     assert ended.wait(10)
-    assert LEASE_S / 2 < time.monotonic() - began_s < LEASE_S + OTHERS_S
     line.close()
     controller.close()
 
@@ -109,4 +106,10 @@ def test_who_starts_on_another_host_has_a_lease_and_is_given_up_when_it_is_over(
     survival.end("worker-2")
     survival.end_silent()
     assert controller.leases["worker-2"] is None
+    survival.add("worker-3", 4, is_here=False)  # which never says a word, and has a minute for the first one
+    survival.end_silent()
+    for silent_s, expelled in ((50.0, {"worker-2"}), (15.0, {"worker-2", "worker-3"})):
+        survival._heard_s["worker-3"] -= silent_s
+        survival.end_silent()
+        assert controller.expelled == expelled
     controller.close()

@@ -53,9 +53,11 @@ def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path, monkeyp
     launchers = [strike for seed in range(100) for strike in drawing.of_launcher(Random(seed)).strikes]
     assert {strike.place for strike in launchers} == set(launcher.PLACES)
     assert {strike.kind for strike in launchers} == {"kill", "full"}
-    of_hosts = [strike for seed in range(50) for strike in drawing.of_host(Random(seed), CALLS, ["worker-2"]).strikes]
-    assert {strike.who for strike in of_hosts} == {"worker-2"}
-    assert {strike.kind for strike in of_hosts} == {"part", "flicker", "slow", "node"}
+    others = [["worker-0", "worker-1"], ["worker-2"]]
+    of_hosts = [drawing.of_host(Random(seed), CALLS, others, most=1) for seed in range(100)]
+    on_hosts = [strike for scene in of_hosts if scene is not None for strike in scene.strikes]
+    assert {strike.kind for strike in on_hosts if strike.who == "worker-2"} == {"part", "flicker", "slow", "node"}
+    assert {strike.kind for strike in on_hosts if strike.who != "worker-2"} == {"flicker", "slow"}
     often = [each for each in strikes if each.place in OFTEN] + [each for scene in servers for each in scene.strikes]
     assert {each.number for each in often} == set(range(3, 17))  # of 20 calls
     path = tmp_path / "schedule.json"
@@ -64,6 +66,19 @@ def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path, monkeyp
     path.write_text("{}")
     with pytest.raises(UsageError, match="no schedule that `paceline chaos` wrote"):
         Schedule.read(path)
+
+
+def test_where_there_are_other_hosts_not_only_these_are_struck(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("paceline.running.chaos.drawing.KINDS", WITHOUT_LACKS)
+    made = Campaign(script=SCRIPT, strategy=build("all-reduce", {}), workers=3, at_least=2, out=tmp_path / "out")
+    others = [["worker-1", "worker-2"]]
+    drawn = [made._drawn(Random(seed), CALLS, others, 5) for seed in range(100)]
+    kinds = {strike.kind for scene in drawn for strike in scene.strikes}
+    assert {"flicker", "slow", "kill", "stop", "cut", "full"} <= kinds
+    assert not {"part", "node"} & kinds, "of three workers two would die"
+    assert {"part", "node"} <= {
+        strike.kind for seed in range(100) for strike in made._drawn(Random(seed), CALLS, [["worker-2"]], 5).strikes
+    }
 
 
 @pytest.mark.parametrize(
@@ -122,13 +137,21 @@ def test_all_on_a_host_are_lost_with_it(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", steps={1: [0]}, lost=("worker-2",))
     for who, network in (("launcher", "1"), ("worker-0", "2"), ("worker-1", "1"), ("worker-2", "2")):
         (whole / "networks" / who).write_text(network)
-    assert judging.on_other_hosts(whole) == ["worker-0", "worker-2"]
+    assert judging.on_other_hosts(whole) == [["worker-0", "worker-2"]]
     assert judging.losses(whole, [Strike("worker-2", "x", 1, "node")]) == []
     assert judging.losses(whole, [Strike("worker-2", "x", 1, "kill")]) == ["worker-0 was lost, and not struck"]
     given = Schedule((schedule.Scene((Strike("worker-2", "has the result", 1, "part"),)),))
-    schedule.require_hosts(given, ["worker-2"])
+    schedule.require_hosts(given, [["worker-2"]])
     with pytest.raises(UsageError, match="hosts are struck where those of the run"):
         schedule.require_hosts(given, [])
+
+
+def test_a_host_without_a_link_or_a_part_of_ray_cannot_be_struck(tmp_path: Path, monkeypatch) -> None:
+    with pytest.raises(UsageError, match="no part of Ray"):
+        hosts.kill_node(tmp_path)
+    monkeypatch.setattr(hosts.psutil, "net_if_stats", dict)
+    with pytest.raises(UsageError, match="link is down already"):
+        hosts.flicker(tmp_path)
 
 
 def test_memory_runs_out_for_real(tmp_path: Path) -> None:

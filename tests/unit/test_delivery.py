@@ -92,6 +92,32 @@ def test_what_need_not_arrive_is_not_kept() -> None:
     assert pair.arrived[0] == [b"pulse"]
 
 
+def test_an_answer_from_before_the_last_break_does_not_count() -> None:
+    """The new connection may not have been let in, and is then to be made anew."""
+    pair = Pair()
+    pair.send(0)
+    pair.broken((1, 0))
+    assert pair.deliver(0)
+    pair.broken((0, 0))
+    assert pair.deliver(1)
+    assert pair.ends[0].is_asking
+    while pair.deliver(0) or pair.deliver(1):
+        pass
+    assert not pair.ends[0].is_asking
+    assert pair.arrived == pair.sent
+
+
+def test_nothing_is_kept_for_an_end_that_is_gone() -> None:
+    pair = Pair()
+    pair.send(0)
+    pair.send(1)
+    pair.ends[1].keep_nothing()
+    pair.send(1)
+    assert pair.ends[1].is_settled
+    assert pair.deliver(0)
+    assert pair.arrived[0] == pair.sent[0]
+
+
 def test_what_is_no_envelope() -> None:
     assert opened([]) == (None, [])
     assert opened([b"P1", b""]) == (None, [])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli import guarding
 from paceline.engines.requests import ask, guard_of, is_under_way, launcher_of
 from paceline.errors import UsageError
 from paceline.running.chaos.launcher import end
@@ -65,6 +66,11 @@ def test_a_guard_ends_as_its_launcher(tmp_path: Path, status: int) -> None:
     guard = guarded(tmp_path, str(status))
     assert guard.wait(timeout=60) == status
     assert not is_under_way(tmp_path)
+
+
+def test_signals_without_a_name_are_told_by_number() -> None:
+    assert guarding._name_of(signal.SIGKILL) == "SIGKILL"
+    assert guarding._name_of(signal.SIGRTMIN + 1) == f"signal {signal.SIGRTMIN + 1}"
 
 
 @pytest.mark.slow

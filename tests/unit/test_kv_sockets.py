@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.wire import Caller, Keys
+from paceline.comm import wire
+from paceline.comm.wire import Caller, Keys, Listener
+from paceline.engines.striking import connections
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.kv import Group, SignificantlyModified, Spec
+from paceline.kv import store as store_module
 from paceline.kv.serving import Server
 from paceline.messages import Kind, Message
 
@@ -131,6 +135,32 @@ def test_an_error_of_one_request_does_not_stop_the_next() -> None:
             store.wait(push)
         assert store.result(store.pull([3])).values.item() == 1
         store.wait(store.push([], torch.empty(0), filters=[changed]))
+
+
+@pytest.mark.skipif(bool(connections.lack()), reason=connections.lack())
+def test_a_server_that_is_busy_as_a_connection_breaks_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lets nobody in by the worker's name before it has read what came over the old connection."""
+    for module in (wire, store_module):
+        monkeypatch.setattr(module, "AGAIN_S", 0.2)
+    receive = Listener.receive
+    num_cut: list[int] = []
+
+    def standing_still(listener: Listener) -> Any:
+        arrived = receive(listener)
+        if not num_cut:
+            assert listener.socket.poll(10_000)
+            port = int(listener.endpoint.rsplit(":", 1)[1])
+            before = [ends for ends in connections.own_connections() if port in (ends[0][1], ends[1][1])]
+            connections.cut(before)
+            num_cut.append(len(before))
+            time.sleep(0.3)
+        return arrived
+
+    monkeypatch.setattr(Listener, "receive", standing_still)
+    with served(servers=1) as group, group.connect(0, deadline_s=10.0) as store:
+        store.wait(*[store.push([3], torch.ones(1)) for _ in range(3)])
+        assert store.result(store.pull([3])).values.item() == 3
+    assert num_cut == [2]
 
 
 def test_nobody_speaks_for_another_worker() -> None:

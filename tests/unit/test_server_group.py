@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
 
+from paceline.comm import wire
 from paceline.comm.alone import AloneCollective
 from paceline.comm.servers import group as server_group
 from paceline.comm.servers.group import ServerGroup
@@ -17,7 +18,7 @@ from paceline.comm.servers.line import WorkerLine
 from paceline.comm.servers.payload import ReceivedPayload
 from paceline.comm.servers.service import ParameterService
 from paceline.comm.servers.sockets import WAKE_S, ServerAddress, SocketCarrier, connect_servers
-from paceline.comm.wire import Keys
+from paceline.comm.wire import Keys, Listener
 from paceline.engines.striking import connections
 from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost
 from paceline.layout import Layout, TensorSpec, by_group
@@ -146,20 +147,64 @@ def test_every_piece_is_sent_in_its_turn(pushed: list[int]) -> None:
 @pytest.mark.parametrize(
     "rule", [BulkSynchronous(Membership.first(1)), StaleSynchronous(Membership.first(1), staleness=FOREVER)]
 )
-def test_each_piece_counts_once_though_connections_break(pushed: list[int], rule: AdmissionRule) -> None:
-    """Wherever messages are at that time, in either direction."""
+def test_each_piece_counts_once_though_connections_break(
+    pushed: list[int], rule: AdmissionRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the server takes the first piece of an exchange, one in the midst of the next, and the last of a third."""
+    push = Shard.push
+    num_cut: list[int] = []
+
+    def cutting(shard: Shard, *rest: object, **options: object) -> object:
+        answer = push(shard, *rest, **options)  # type: ignore[arg-type]
+        if len(pushed) in (1, NUM_PIECES + NUM_PIECES // 2, 3 * NUM_PIECES):
+            num_cut.append(cut(port))
+        return answer
+
     with group_of_one(rule, is_beside_another=True) as group:
         port = int(group._carrier._links[0].caller._endpoint.rsplit(":", 1)[1])  # type: ignore[attr-defined]
-        for clock in range(6):
-            cutting = threading.Timer(0.0005 * clock, cut, [port])
-            cutting.start()
+        monkeypatch.setattr(Shard, "push", cutting)
+        for clock in range(4):
             assert group.exchange(Push(pause_at=FOREVER)).iteration == clock + 1
-            cutting.join()
-        assert len(pushed) == 6 * NUM_PIECES
+        assert len(pushed) == 4 * NUM_PIECES
+    assert len(num_cut) == 3
+    assert min(num_cut) >= 2, "each cut closes both ends"
 
 
-def cut(port: int) -> None:
-    connections.cut([ends for ends in connections.own_connections() if port in (ends[0][1], ends[1][1])])
+def cut(port: int) -> int:
+    """How many ends of connections are closed by it."""
+    before = [ends for ends in connections.own_connections() if port in (ends[0][1], ends[1][1])]
+    connections.cut(before)
+    return len({*before} - {*connections.own_connections()})
+
+
+@pytest.mark.skipif(bool(connections.lack()), reason=connections.lack())
+def test_a_server_goes_on_to_its_next_copy_though_that_is_busy_as_their_connection_breaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that it does not let the first new connection in, on which it is asked to begin again."""
+    monkeypatch.setattr(wire, "AGAIN_S", 0.2)
+    keys = Keys.generate()
+    service = ParameterService(keys, host="127.0.0.1", index=0, epoch=EPOCH, reporter=NullReporter())
+    with closing(Listener(keys, host="127.0.0.1")) as busy:
+        service._next_copies.endpoints = {1: busy.endpoint}
+        for number in range(3):
+            service._next_copies.send(0, 1, Message(Kind.REPLICATE, EPOCH, clock=number))
+        thread = threading.Thread(target=service.serve)
+        thread.start()
+        try:
+            assert busy.socket.poll(60_000)
+            assert cut(int(busy.endpoint.rsplit(":", 1)[1])) == 2
+            time.sleep(0.3)
+            delivery, until_s = service._next_copies._ways[0].caller._delivery, time.monotonic() + 60
+            heard = []
+            while not delivery.is_settled and time.monotonic() < until_s:
+                if busy.socket.poll(50) and (arrived := busy.receive()) is not None:
+                    heard.append(Message.decode(arrived[1], epoch=EPOCH).clock)
+            assert not delivery.is_asking
+            assert heard == [0, 1, 2]
+        finally:
+            service.stop()
+            thread.join()
 
 
 def test_a_server_sends_no_more_than_a_few_answers_before_they_have_come(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import socket
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.comm import wire
 from paceline.comm.wire import Caller, Keys, Listener
 from paceline.engines.striking import connections
 from paceline.messages import FRAME_BYTES, Kind, Message, WireError, as_bytes, cut_for, from_frames, to_frames
@@ -399,9 +402,66 @@ def test_what_a_broken_connection_loses_comes_again(keys: Keys) -> None:
             receive(listener, within_s=0)
 
 
-def cut(listener: Listener) -> None:
+def ends_of(listener: Listener) -> list[tuple[connections.Address, connections.Address]]:
     port = int(listener.endpoint.rsplit(":", 1)[1])
-    connections.cut([ends for ends in connections.own_connections() if port in (ends[0][1], ends[1][1])])
+    return [ends for ends in connections.own_connections() if port in (ends[0][1], ends[1][1])]
+
+
+def cut(listener: Listener) -> None:
+    connections.cut(ends_of(listener))
+
+
+def test_nobody_connects_anew_because_a_listener_is_busy(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked what has arrived, and says so once it has the time; the connection stays as it is."""
+    monkeypatch.setattr(wire, "AGAIN_S", 0.02)
+    with listening(keys) as listener, calling(keys, listener) as caller:
+        exchange(listener, caller)
+        caller.send(Message(Kind.GOODBYE, 1))
+        before = ends_of(listener)
+        settling = threading.Thread(target=caller.settle, kwargs={"within_s": WITHIN_S})
+        settling.start()
+        time.sleep(SILENCE_S)
+        assert sorted(ends_of(listener)) == sorted(before)
+        assert receive(listener) is not None
+        while settling.is_alive():
+            assert receive(listener, within_s=0) is None
+
+
+def test_patience_with_a_listener_that_is_gone_has_a_bound(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "AGAIN_S", 0.001)
+    monkeypatch.setattr(wire, "_MOST_PATIENCE_S", 0.004)
+    with listening(keys) as listener, calling(keys, listener) as caller:
+        exchange(listener, caller)
+        listener.close()
+        assert caller.broken.poll(int(WITHIN_S * 1000))
+        for _ in range(50):
+            assert caller.receive() is None
+            time.sleep(0.002)
+        assert caller._patience_s == 0.004
+
+
+def test_nothing_is_kept_for_one_who_is_forgotten(keys: Keys) -> None:
+    """Nor is what it has sent lost, which may still be on its way."""
+    with listening(keys) as listener, calling(keys, listener, "a") as caller:
+        exchange(listener, caller)
+        delivery = listener._deliveries[b"a"]
+        assert not delivery.is_settled
+        listener.forget(b"a")
+        listener.forget(b"nobody")
+        listener.send(b"a", Message(Kind.OK, 1))
+        assert delivery.is_settled
+        caller.send(Message(Kind.RECORDS, 1))
+        assert receive(listener) is not None
+
+
+@pytest.mark.skipif(shutil.which("ss") is None, reason="iproute2's ss is not there")
+def test_the_kernel_asks_both_ends_whether_the_other_is_there(keys: Keys) -> None:
+    with listening(keys) as listener, calling(keys, listener) as caller:
+        exchange(listener, caller)
+        port = listener.endpoint.rsplit(":", 1)[1]
+        for end in ("sport", "dport"):
+            asked = ["ss", "--tcp", "--numeric", "--options", "state", "established", f"( {end} = :{port} )"]
+            assert "timer:(keepalive," in subprocess.run(asked, capture_output=True, text=True, check=True).stdout
 
 
 def test_keys_differ_and_secrets_are_not_shown() -> None:

@@ -1,7 +1,7 @@
 """A server's connections to those that hold the next copy of what it has."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, final
 
 import zmq
@@ -42,11 +42,13 @@ class NextCopies:
             self._ways[key_range] = _Way(to, caller)
         self._ways[key_range].caller.send(message)
 
-    def receive(self, socket: zmq.Socket[bytes]) -> tuple[int, int, list[Raw] | None]:
-        """The key range that this socket is for, the server at its other end, and what has come of it, if that is a
-        message."""
-        key_range, way = next(each for each in self._ways.items() if socket in each[1].caller.sockets)
-        return key_range, way.to, way.caller.receive()
+    def receive(self) -> Iterator[tuple[int, int, list[Raw]]]:
+        """What has come: a key range, the server that has its next copy, and a message. To be called now and then where
+        nothing has, too (`Caller.receive`)."""
+        for key_range, way in list(self._ways.items()):
+            # What came before may have had this server leave that one.
+            while self._ways.get(key_range) is way and (frames := way.caller.receive()) is not None:
+                yield key_range, way.to, frames
 
     def close(self) -> None:
         for key_range in list(self._ways):

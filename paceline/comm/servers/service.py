@@ -129,8 +129,8 @@ class ParameterService:
                         self._handle_lines()
                     elif source is self._listener.socket:
                         self._handle_socket()
-                    elif not source.closed:  # what came before it may have had us leave that server
-                        self._handle_next_copy(source)
+                for key_range, server, frames in self._next_copies.receive():
+                    self._copies[key_range].handle_copy(server, frames)
                 while self._changed:
                     self._reform(self._changed.popleft())
                 for holding in self._holdings:
@@ -175,11 +175,6 @@ class ParameterService:
         if identity in holding.neighbours:
             holding.neighbours[identity].asked_on_line = False
         holding.handle(identity, frames)
-
-    def _handle_next_copy(self, socket: zmq.Socket[bytes]) -> None:
-        key_range, server, frames = self._next_copies.receive(socket)
-        if frames is not None:
-            self._copies[key_range].handle_copy(server, frames)
 
     def _reform(self, chain: Chain) -> None:
         self._copies[chain.key_range].reform(chain)

@@ -125,6 +125,10 @@ class Controller:
         with contextlib.suppress(zmq.ZMQError):
             self._listener.send(identity.encode(), Message(kind, self._epoch, body=body, payload=payload))
 
+    def forget(self, identity: str) -> None:
+        """This member's process has ended: what it was told need not arrive."""
+        self._listener.forget(identity.encode())
+
     def finish_files(self, *, limit_s: float) -> bool:
         """Have what members have sent written, and answer them. Returns whether there was anything."""
         until_s, has_waited = time.monotonic() + limit_s, False

@@ -22,7 +22,7 @@ from paceline.elastic import Form, Member, Report, StaleEpoch
 from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.errors import DeadlineExceeded, PeerLost
 from paceline.membership import Membership
-from paceline.messages import Kind, Raw
+from paceline.messages import Kind, Raw, raw_bytes
 from paceline.strategies.regrouping import Formed, ResultHandedOn
 
 _AGAIN_S, _MOST_COPIES = 0.5, 3
@@ -183,7 +183,10 @@ class Reforming:
         while True:
             if "hand" in said:
                 result = {"rank": member.rank, "epoch": member.membership.epoch, "step": member.applied}
-                said = self._line.ask(Kind.RESULT, result, last_result())
+                copies = [
+                    bytes(raw_bytes(frame)) for frame in last_result()
+                ]  # kept to be sent again, as later steps go on
+                said = self._line.ask(Kind.RESULT, result, copies)
             elif "result" in said:
                 member.with_result_handed_on(said["result"])
                 raise ResultHandedOn(said["payload"])

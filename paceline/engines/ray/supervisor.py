@@ -263,6 +263,7 @@ class Supervisor:
                 else:
                     survival.lose(name)
                 members.forget(name)
+                self._controller.forget(name)
                 newcomers.replace_lost()
             if not survival.ranks:
                 newcomers.give_up_all()

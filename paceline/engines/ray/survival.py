@@ -20,6 +20,8 @@ _OWN_PAUSE_S = 1.0  # a launcher that did not run for so long blames nobody for 
 _LEASE_DEADLINES = 3
 """A lease is so many deadlines long, so that a launcher that stands still for a moment loses nobody. Nothing hangs on
 its end: without the others' parts a worker applies no step meanwhile."""
+_FIRST_WORD_S = 60.0
+"""For the first word there is so long: before it a process loads what it is to run."""
 
 
 @final
@@ -215,10 +217,12 @@ class Survival:
         for name in [*watched, *sorted(joining & self._elsewhere)]:
             if name in self._controller.gone:  # it has said goodbye, and is about to end
                 continue
-            heard_s = max(self._heard_s.get(name, 0.0), self._controller.heard_s.get(name, now_s))
+            heard_s = max(self._heard_s.get(name, 0.0), self._controller.heard_s.get(name, 0.0)) or now_s
             self._heard_s[name] = heard_s
             # Nobody waits for who starts, which may take all of its host: only where it is cut off, it is given up.
             limit_s = lease_s if name in joining else deadline_s
+            if name not in self._controller.heard_s:
+                limit_s = max(limit_s, _FIRST_WORD_S)
             if now_s - heard_s > limit_s and name not in self._why:
                 self._why[name] = f"it was silent for {now_s - heard_s:.1f} s and was ended"
                 self._kill(name)

@@ -40,6 +40,7 @@ class Takeover:
         self._hear()
         for name in sorted(members.dead & members.servers.keys()) if self._has_begun else ():
             members.forget(name)
+            self._controller.forget(name)
             self._lose(name)
 
     @property

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from paceline.errors import UsageError
+
 PARTED_S, FLICKER_S, SLOW_S = 20.0, 1.0, 10.0
 """Longer than any deadline of a chaos run; a moment; and how long its link carries 10 Mbit/s."""
 ENDED_S = 30.0
@@ -45,7 +47,9 @@ def slow(folder: Path) -> AbstractContextManager[None]:
 
 def kill_node(folder: Path) -> AbstractContextManager[None]:
     """The host's part of Ray, of which this process is a child; Ray's own part of this process then ends it."""
-    raylet = next(each for each in psutil.Process().parents() if each.name() == "raylet")
+    raylet = next((each for each in psutil.Process().parents() if each.name() == "raylet"), None)
+    if raylet is None:
+        raise UsageError("no part of Ray is among this process's parents, and none can be struck")
     raylet.send_signal(signal.SIGKILL)
     time.sleep(ENDED_S)
     return nullcontext()
@@ -63,5 +67,8 @@ def _for_a_while(begin: str, end: str, seconds: float) -> AbstractContextManager
 
 
 def _link() -> str:
-    """By which this host reaches others."""
-    return next(str(name) for name, each in psutil.net_if_stats().items() if name != "lo" and each.isup)
+    """By which this host reaches others. Raises UsageError if there is none."""
+    for name, each in psutil.net_if_stats().items():
+        if name != "lo" and each.isup:
+            return str(name)
+    raise UsageError("this host's link is down already, and cannot be struck; strike it once at a time")

@@ -19,8 +19,9 @@ from paceline.strategies import name_of
 from paceline.strategies.base import Strategy
 
 SCHEDULE_FILE = "schedule.json"
-_OF_LAUNCHER = 0.25
-"""In so many of the runs the launcher is struck."""
+_OF_HOST, _OF_LAUNCHER = 0.5, 0.25
+"""In so many of the runs, where there are others than the launcher's, a host is struck; in so many of the rest the
+launcher."""
 
 
 class Struck(NamedTuple):
@@ -134,14 +135,17 @@ class Campaign:
         if not num_met:
             raise RunFailed("no run came to where the schedule strikes; give one of this script and these settings")
 
-    def _drawn(self, chance: Random, calls: drawing.Calls, far: Sequence[str], left: int) -> Scene:
-        if far and not self._strikes_servers:
-            return drawing.of_host(chance, calls, far)
+    def _drawn(self, chance: Random, calls: drawing.Calls, far: Sequence[Sequence[str]], left: int) -> Scene:
+        most = min(left, self.workers - self._least)
+        if far and not self._strikes_servers and chance.random() < _OF_HOST:
+            scene = drawing.of_host(chance, calls, far, most=most)
+            if scene is not None:
+                return scene
         if chance.random() < _OF_LAUNCHER:
             return drawing.of_launcher(chance)
         if self._strikes_servers:
             return drawing.of_servers(chance, calls, most=min(left, self.strategy.traits.num_replicas))
-        return drawing.of_workers(chance, calls, most=min(left, self.workers - self._least))
+        return drawing.of_workers(chance, calls, most=most)
 
     def _struck(self, runs: Runs, name: str, scene: Scene, whole: Path) -> Struck:
         before = judging.num_descriptors()

@@ -56,10 +56,13 @@ def of_launcher(chance: Random) -> Scene:
     return Scene((Strike("launcher", chance.choice(list(launcher.PLACES)), number, "kill"),))
 
 
-def of_host(chance: Random, calls: Calls, far: Sequence[str]) -> Scene:
-    """All that is on the host of one of these workers is struck."""
-    kind = chance.choice([name for name, kind in KINDS.items() if kind.is_of_host and not kind.lacks()])
-    return Scene((_often(chance, calls, chance.choice(far), OFTEN, kind),))
+def of_host(chance: Random, calls: Calls, hosts: Sequence[Sequence[str]], *, most: int) -> Scene | None:
+    """One of these hosts, given by their workers, is struck with all that is on it; of more than so many workers, by
+    what they outlive. None where nothing can be done here."""
+    host = chance.choice(hosts)
+    names = [name for name, kind in KINDS.items() if kind.is_of_host and not kind.lacks()]
+    fitting = [name for name in names if KINDS[name].is_outlived or len(host) <= most]
+    return Scene((_often(chance, calls, chance.choice(host), OFTEN, chance.choice(fitting)),)) if fitting else None
 
 
 def _deadly(chance: Random, who: Who) -> str:

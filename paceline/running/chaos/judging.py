@@ -39,10 +39,13 @@ def losses(folder: Path, strikes: Sequence[Strike]) -> list[str]:
     return told + [f"{who} was struck, and its loss not noticed" for who in sorted(struck - lost)]
 
 
-def on_other_hosts(folder: Path) -> list[str]:
-    """Workers whose links are not the launcher's."""
-    names = sorted(each.name for each in (folder / "networks").iterdir())
-    return [name for name in names if not striking.is_of_launchers_host(folder, name)]
+def on_other_hosts(folder: Path) -> list[list[str]]:
+    """The workers of each host whose links are not the launcher's."""
+    hosts: dict[str | None, list[str]] = defaultdict(list)
+    for name in sorted(each.name for each in (folder / "networks").iterdir()):
+        if not striking.is_of_launchers_host(folder, name):
+            hosts[striking.network_of(folder, name)].append(name)
+    return list(hosts.values())
 
 
 def _struck_with(folder: Path, strike: Strike) -> set[str]:

@@ -61,8 +61,8 @@ class Schedule:
         path.write_text(json.dumps({"runs": [asdict(scene) for scene in self.scenes]}, indent=1) + "\n")
 
 
-def require_hosts(given: Schedule | None, far: Sequence[str]) -> None:
-    """Raises UsageError where a schedule strikes the host of a worker, and none of these is on another host."""
+def require_hosts(given: Schedule | None, far: Sequence[Sequence[str]]) -> None:
+    """Raises UsageError where a schedule strikes the host of a worker, and there are none but the launcher's."""
     for strike in () if given is None else (strike for scene in given.scenes for strike in scene.strikes):
         if KINDS[strike.kind].is_of_host and not far:
             raise UsageError(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -13,7 +15,7 @@ import pytest
 
 from benchmarks.namespaces import Network
 from tests.distributed.harness import wait_until
-from tests.programs import Program
+from tests.programs import ADDRESS, Program
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("program_forks")]
 TELLS = """
@@ -51,7 +53,7 @@ def test_a_program_finds_what_it_is_given_and_nothing_else(tmp_path: Path) -> No
     script = str(tmp_path / "script.py")
     arguments, directory, variables, first_path = json.loads(told)
     assert (arguments, directory, first_path) == ([script, "3", "b"], str(tmp_path), str(tmp_path))
-    assert {name for name in variables if not name.startswith("RAY_")} == {"SOME"}
+    assert variables == {"SOME": "thing"}
     assert last == "at exit"
 
 
@@ -75,6 +77,46 @@ def test_a_program_is_found_by_its_environment_and_hears_signals(waiting: Progra
 def test_a_killed_program_is_told_so(waiting: Program) -> None:
     waiting.kill()
     assert waiting.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("told", [b"", b"\0\0\0\3{"])
+def test_who_ends_before_it_has_asked_harms_nobody(tmp_path: Path, told: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as asker, open(os.devnull) as nothing:
+        asker.connect(os.environ[ADDRESS])
+        if told:
+            socket.send_fds(asker, [told], [nothing.fileno()] * 3)
+    assert started(tmp_path, TELLS, "0").wait() == 0
+
+
+def test_a_signal_reaches_no_program_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another process's by then."""
+    program = started(tmp_path, TELLS, "0")
+    assert wait_until(program._has_news, within_s=60)
+    monkeypatch.setattr(os, "kill", lambda pid, number: pytest.fail(f"signal {number} to process {pid}"))
+    program.kill()
+    assert program.wait() == 0
+
+
+def test_programs_end_with_their_server(tmp_path: Path) -> None:
+    """Also those whose asker lives on."""
+    (tmp_path / "script.py").write_text(WAITS)
+    ask = (
+        "import sys, time\nfrom pathlib import Path\nfrom tests.programs import Program, served\n"
+        "script, begun = sys.argv[1:]\n"
+        "with served():\n"
+        "    program = Program([script, begun], directory='.', environment={}, streams=(0, 1, 2))\n"
+        "    while not Path(begun).exists():\n"
+        "        time.sleep(0.01)\n"
+        "print(program.pid)\n"
+        "input()\n"
+    )
+    command = [sys.executable, "-c", ask, str(tmp_path / "script.py"), str(tmp_path / "begun")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as asker:
+        assert asker.stdout is not None
+        pid = int(asker.stdout.readline())
+        assert wait_until(lambda: not psutil.pid_exists(pid), within_s=20)
+        assert asker.poll() is None
+        asker.communicate("\n")
 
 
 @pytest.mark.usefixtures("forked_programs")

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from benchmarks.namespaces import Network
+from tests import programs
 from tests.distributed.harness import wait_until
 from tests.programs import ADDRESS, Program
 
@@ -141,6 +142,28 @@ def test_who_ends_a_stand_in_ends_its_program(tmp_path: Path, number: signal.Sig
         stand_in.send_signal(number)
         assert stand_in.wait() == -number
         assert wait_until(lambda: not psutil.pid_exists(pid), within_s=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stand_in_passes_on_what_came_while_its_program_began(tmp_path: Path, number: signal.Signals) -> None:
+    """The test is the server here."""
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(tmp_path / "socket"))
+        door.listen()
+        command = [sys.executable, "-S", "-E", programs.__file__, "script.py"]
+        with subprocess.Popen(command, env={ADDRESS: str(tmp_path / "socket")}) as stand_in:
+            asker, _ = door.accept()
+            stand_in.send_signal(number)
+            with asker, subprocess.Popen(["sleep", "30"], preexec_fn=hears_interrupts) as program:
+                asker.sendall(program.pid.to_bytes(4, "big"))
+                status = program.wait()
+                asker.sendall(status.to_bytes(4, "big", signed=True))
+                assert status == stand_in.wait() == -number
+
+
+def hears_interrupts() -> None:
+    """As what is started in the background of a shell does not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_a_program_is_on_its_askers_host(hosts: Network, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from benchmarks.namespaces import Network
-from tests import programs
+from tests import programs, ray_forks
 from tests.distributed.harness import wait_until
 from tests.programs import ADDRESS, Program
 
@@ -56,6 +56,17 @@ def test_a_program_finds_what_it_is_given_and_nothing_else(tmp_path: Path) -> No
     assert (arguments, directory, first_path) == ([script, "3", "b"], str(tmp_path), str(tmp_path))
     assert variables == {"SOME": "thing"}
     assert last == "at exit"
+
+
+def test_a_program_that_starts_ray_has_its_workers_forked(tmp_path: Path) -> None:
+    text = """
+from ray._private.parameter import RayParams
+params = RayParams()
+params.update_if_absent(setup_worker_path="Ray's own")
+print(params.setup_worker_path)
+"""
+    assert started(tmp_path, text).wait() == 0
+    assert (tmp_path / "said").read_text() == f"{ray_forks.__file__}\n"
 
 
 def test_an_error_is_told_as_by_python_itself(tmp_path: Path) -> None:

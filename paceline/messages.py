@@ -3,7 +3,6 @@
 Nothing is ever unpickled.
 """
 
-import itertools
 import json
 import math
 import struct
@@ -202,11 +201,14 @@ def from_frames(frames: Sequence[Raw], tensors: Sequence[Tensor]) -> None:
 
 
 def cut_for(frames: Sequence[Raw], tensors: Sequence[Tensor]) -> Sequence[Raw]:
-    """Where one frame has all bytes, as on a line, a frame for each of the tensors."""
+    """Where one frame has all bytes, as on a line, a frame for each of the tensors, and one of the rest."""
     if len(frames) != 1:
         return frames
-    [raw], ends = [raw_bytes(frame) for frame in frames], list(itertools.accumulate(each.nbytes for each in tensors))
-    return [raw[end - tensor.nbytes : end] for end, tensor in zip(ends, tensors, strict=True)] + [raw[sum(ends[-1:]) :]]
+    parts, rest = [], raw_bytes(frames[0])
+    for tensor in tensors:
+        parts.append(rest[: tensor.nbytes])
+        rest = rest[tensor.nbytes :]
+    return [*parts, rest]
 
 
 def view_of(frames: Sequence[Raw], *, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

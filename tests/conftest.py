@@ -78,8 +78,7 @@ def no_world_is_left() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def program_forks() -> Iterator[str]:
     """Python programs and Ray's workers are forked from a server that has loaded what they import."""
-    ray_forks.use()
-    with programs.served() as folder:
+    with ray_forks.used(), programs.served() as folder:
         yield folder
 
 

@@ -1,7 +1,12 @@
-"""The server of `tests/programs.py`: each program that it is asked for runs in a fork of it, as if it had just started.
+"""The server of `tests/programs.py`: each program that it is asked for runs in a fork of it.
 
 The fork is in the asker's network namespace, on the asker's cores, and shows its own environment to who looks at /proc.
-What it does not prove is that a program imports all that it uses: some tests start programs cold.
+Libraries that the server has loaded have read its own variables, as OMP_NUM_THREADS, and not the program's.
+
+A program that works so may still fail where it starts by itself. It may not import all that it uses. And all forks
+have the server's seed of hashes (PYTHONHASHSEED), so that ranks go through a set in the same order, which they do not
+elsewhere. So some tests start programs cold: on Ray test_deaths.py and README.md's commands, under torchrun
+test_entry_points.py, and served federated ones the commands of docs/federated.md.
 """
 
 from __future__ import annotations
@@ -74,6 +79,8 @@ class _Server:
         while True:
             file = self._poll.poll()[0][0]  # one at a time: what is closed here may bear another's number at once
             if file == 0:
+                for process, _ in self._forks.values():
+                    os.kill(process, signal.SIGKILL)
                 return None
             if file in self._forks:
                 self._ended(file)
@@ -85,18 +92,18 @@ class _Server:
                 return asked
 
     def _fork(self, asker: socket.socket) -> dict[str, Any] | None:
+        streams: list[int] = []
         try:
             length, streams, *_ = socket.recv_fds(asker, 4, 3)
-            told = b""
-            while len(told) < int.from_bytes(length, "big"):
-                more = asker.recv(1 << 20)
-                if not more:
-                    raise EOFError
-                told += more
-        except (EOFError, ConnectionError):
+            if len(length) < 4 or len(streams) != 3:
+                raise EOFError
+            told = asker.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
+            asked: dict[str, Any] = json.loads(told)
+        except (EOFError, ConnectionError, ValueError):  # whoever asks has ended meanwhile
             asker.close()
+            for stream in streams:
+                os.close(stream)
             return None
-        asked: dict[str, Any] = json.loads(told)
         asked["asker"] = _CREDENTIALS.unpack(asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
         process = os.fork()
         if process == 0:
@@ -142,7 +149,7 @@ def _run(asked: dict[str, Any]) -> NoReturn:
     for name, does in ((signal.SIGINT, signal.default_int_handler), (signal.SIGCHLD, signal.SIG_DFL)):
         signal.signal(name, does)
     sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in os.environ or os.isatty(1))  # type: ignore[union-attr]
-    ray_forks.use()
+    ray_forks.use_in_program()
     try:
         _be(*asked["arguments"])
     except (Exception, KeyboardInterrupt) as error:

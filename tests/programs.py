@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shlex
 import signal
 import socket
@@ -65,12 +66,19 @@ class Program:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        if self.returncode is None:
+        """To the program, unless it has ended: then another process may have its number."""
+        if self.returncode is None and not self._has_news():
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def _has_news(self) -> bool:
+        """Whether its status is there to be read. It stays there: a signal's handler may ask while `wait` goes on."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _number(self) -> int:
         told = self._connection.recv(4, socket.MSG_WAITALL)
@@ -83,7 +91,8 @@ class Program:
 def served() -> Iterator[str]:
     """Meanwhile programs may be forked, by this process and those that it starts.
 
-    Gives a folder for PATH with a `paceline` and a `python` that run in forks.
+    Gives a folder for PATH with a `paceline` and a `python` that run in forks. Programs that still run in the end are
+    killed.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-test-forks-") as folder:
         address = os.path.join(folder, "socket")
@@ -131,12 +140,15 @@ def _start(door: socket.socket) -> subprocess.Popen[bytes]:
 
 def main() -> None:
     """Stand in for a program: signals are passed on to it, and this ends as it does."""
+    passed_on = (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # one that comes before there is a program waits for it
     program = Program(sys.argv[1:], directory=os.getcwd(), environment=os.environ, streams=(0, 1, 2))
-    for each in (signal.SIGINT, signal.SIGTERM):
+    for each in passed_on:
         signal.signal(each, lambda number, _: program.send_signal(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
     status = program.wait()
     if status < 0:
-        for each in (signal.SIGINT, signal.SIGTERM):
+        for each in passed_on:
             signal.signal(each, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)

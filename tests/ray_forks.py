@@ -9,24 +9,64 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 _HERE = Path(__file__)
 
 
-def use() -> None:
-    """Every Ray that this process starts gets its workers so."""
+@contextmanager
+def used() -> Iterator[None]:
+    """Meanwhile every Ray that this process starts gets its workers so."""
     from ray._private.parameter import RayParams
 
     before = RayParams.update_if_absent
+    _change(RayParams)
+    try:
+        yield
+    finally:
+        RayParams.update_if_absent = before  # type: ignore[method-assign]
 
-    def update_if_absent(self: RayParams, **settings: object) -> None:
+
+def use_in_program() -> None:
+    """As `used`, from when this process loads Ray, if it ever does."""
+    sys.meta_path.insert(0, _OnceLoaded())
+
+
+class _OnceLoaded(MetaPathFinder):
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        if name != "ray._private.parameter":
+            return None
+        sys.meta_path.remove(self)
+        found = find_spec(name)
+        assert found is not None
+        assert found.loader is not None
+        load = found.loader.exec_module
+
+        def load_and_change(module: ModuleType) -> None:
+            load(module)
+            _change(module.RayParams)
+
+        found.loader.exec_module = load_and_change  # type: ignore[method-assign]
+        return found
+
+
+def _change(params: Any) -> None:
+    """Ray's class of what it is started with."""
+    before = params.update_if_absent
+
+    def update_if_absent(self: object, **settings: object) -> None:
         if "setup_worker_path" in settings:
             settings["setup_worker_path"] = str(_HERE)
         before(self, **settings)
 
-    RayParams.update_if_absent = update_if_absent  # type: ignore[method-assign]
+    params.update_if_absent = update_if_absent
 
 
 def main() -> None:

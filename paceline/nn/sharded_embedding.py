@@ -186,7 +186,7 @@ class ShardedEmbedding(nn.Module):
         return None
 
     def _once(self, keys: Tensor) -> tuple[Tensor, Tensor | None]:
-        """These keys once each, and where among them each one is; nowhere: none comes twice, and they are in order."""
+        """These keys once each, and where each of the script's is among them; none: they come once, in its order."""
         self._require_unscaled(keys.device.type)
         keys = self.spec.checked(keys)
         if are_different(keys.cpu().flatten()):

@@ -70,6 +70,10 @@ class _Server:
     answers: list[Message] = field(default_factory=list)
 
 
+def _nothing(index: int, server: _Server) -> list[Message]:
+    return []
+
+
 @final
 class ClientCore:
     """
@@ -93,7 +97,7 @@ class ClientCore:
         self._num_due = 0
         self._pushed: tuple[Push, Request] | None = None
         self._error: WireError | None = None
-        self._requests: Requests = lambda index, server: []
+        self._requests: Requests = _nothing
 
     # --- conversations ------------------------------------------------------------------------------------------
 
@@ -283,6 +287,7 @@ class ClientCore:
 
     def require_done(self) -> None:
         """Raises WireError if a server refused; the message says which, and why."""
+        self._requests = _nothing  # which may hold gradients of rows
         if self._error is not None:
             raise self._error
 

@@ -33,6 +33,7 @@ from paceline.server.ranges import in_shards
 from paceline.server.shard import Answer
 from paceline.server.spec import ServerSpec
 from paceline.server.tables.shards import TableShards
+from paceline.server.tables.storage import InMemory, Storage
 from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY, AnswerWindow
 
 _ERROR_LENGTH = 4000
@@ -89,9 +90,10 @@ class ServerCore:
     Args:
         index: which server of the group this is.
         epoch: of the membership.
+        new_memory: makes what tables lie in, if not in files.
     """
 
-    def __init__(self, *, index: int, epoch: int) -> None:
+    def __init__(self, *, index: int, epoch: int, new_memory: Callable[[], Storage] = InMemory) -> None:
         self.index, self.epoch = index, epoch
         self.parts: list[Part] = []
         self.is_in_turn = False
@@ -104,7 +106,7 @@ class ServerCore:
         self._some_read_for_themselves = False
         self._some_are_apart = self._has_neighbour = False
         self._is_timed = False
-        self.tables = TableShards()
+        self.tables = TableShards(new_memory)
         self._handlers: dict[Kind, Callable[[_Client, Message, float], Iterator[Action]]] = {
             Kind.INITIALISE: self._initialise,
             Kind.EXCHANGE: self._exchange,

@@ -26,8 +26,8 @@ from paceline.roster import Sampler
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-STARTS_COLD = ROOT / "README.md"
-"""Its programs load what they use themselves; those of other pages are forked from a process that has."""
+START_COLD = (ROOT / "README.md", ROOT / "docs" / "federated.md")
+"""Their programs load what they use themselves; those of other pages are forked from a process that has."""
 RUN_HERE = ("paceline ", "python ", "torchrun ", "until ")
 # What continuous integration itself runs, or what would install or measure for minutes.
 NOT_HERE = ("make ", "pip install ", "git clone ", "cd ", "python benchmarks/", "sudo python benchmarks/")
@@ -111,7 +111,7 @@ def test_commands_run(page: Path, cluster: str, program_forks: str, tmp_path: Pa
     for folder in ("paceline", "recipes"):
         shutil.copytree(ROOT / folder, tmp_path / folder)  # with what is compiled, which else each process would do
     path = [str(Path(sys.executable).parent), os.environ["PATH"]]
-    if page != STARTS_COLD:
+    if page not in START_COLD:
         path.insert(0, program_forks)
     environment = os.environ | {"PATH": os.pathsep.join(path), "RAY_ADDRESS": cluster}
     for command in commands:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks.namespaces import Network
+from tests import programs, ray_forks
 from tests.distributed.harness import wait_until
-from tests.programs import Program
+from tests.programs import ADDRESS, Program
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("program_forks")]
 TELLS = """
@@ -51,8 +54,19 @@ def test_a_program_finds_what_it_is_given_and_nothing_else(tmp_path: Path) -> No
     script = str(tmp_path / "script.py")
     arguments, directory, variables, first_path = json.loads(told)
     assert (arguments, directory, first_path) == ([script, "3", "b"], str(tmp_path), str(tmp_path))
-    assert {name for name in variables if not name.startswith("RAY_")} == {"SOME"}
+    assert variables == {"SOME": "thing"}
     assert last == "at exit"
+
+
+def test_a_program_that_starts_ray_has_its_workers_forked(tmp_path: Path) -> None:
+    text = """
+from ray._private.parameter import RayParams
+params = RayParams()
+params.update_if_absent(setup_worker_path="Ray's own")
+print(params.setup_worker_path)
+"""
+    assert started(tmp_path, text).wait() == 0
+    assert (tmp_path / "said").read_text() == f"{ray_forks.__file__}\n"
 
 
 def test_an_error_is_told_as_by_python_itself(tmp_path: Path) -> None:
@@ -77,6 +91,46 @@ def test_a_killed_program_is_told_so(waiting: Program) -> None:
     assert waiting.wait() == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("told", [b"", b"\0\0\0\3{"])
+def test_who_ends_before_it_has_asked_harms_nobody(tmp_path: Path, told: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as asker, open(os.devnull) as nothing:
+        asker.connect(os.environ[ADDRESS])
+        if told:
+            socket.send_fds(asker, [told], [nothing.fileno()] * 3)
+    assert started(tmp_path, TELLS, "0").wait() == 0
+
+
+def test_a_signal_reaches_no_program_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another process's by then."""
+    program = started(tmp_path, TELLS, "0")
+    assert wait_until(program._has_news, within_s=60)
+    monkeypatch.setattr(os, "kill", lambda pid, number: pytest.fail(f"signal {number} to process {pid}"))
+    program.kill()
+    assert program.wait() == 0
+
+
+def test_programs_end_with_their_server(tmp_path: Path) -> None:
+    """Also those whose asker lives on."""
+    (tmp_path / "script.py").write_text(WAITS)
+    ask = (
+        "import sys, time\nfrom pathlib import Path\nfrom tests.programs import Program, served\n"
+        "script, begun = sys.argv[1:]\n"
+        "with served():\n"
+        "    program = Program([script, begun], directory='.', environment={}, streams=(0, 1, 2))\n"
+        "    while not Path(begun).exists():\n"
+        "        time.sleep(0.01)\n"
+        "print(program.pid)\n"
+        "input()\n"
+    )
+    command = [sys.executable, "-c", ask, str(tmp_path / "script.py"), str(tmp_path / "begun")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as asker:
+        assert asker.stdout is not None
+        pid = int(asker.stdout.readline())
+        assert wait_until(lambda: not psutil.pid_exists(pid), within_s=20)
+        assert asker.poll() is None
+        asker.communicate("\n")
+
+
 @pytest.mark.usefixtures("forked_programs")
 def test_a_module_on_a_path_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
@@ -99,6 +153,28 @@ def test_who_ends_a_stand_in_ends_its_program(tmp_path: Path, number: signal.Sig
         stand_in.send_signal(number)
         assert stand_in.wait() == -number
         assert wait_until(lambda: not psutil.pid_exists(pid), within_s=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stand_in_passes_on_what_came_while_its_program_began(tmp_path: Path, number: signal.Signals) -> None:
+    """The test is the server here."""
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(tmp_path / "socket"))
+        door.listen()
+        command = [sys.executable, "-S", "-E", programs.__file__, "script.py"]
+        with subprocess.Popen(command, env={ADDRESS: str(tmp_path / "socket")}) as stand_in:
+            asker, _ = door.accept()
+            stand_in.send_signal(number)
+            with asker, subprocess.Popen(["sleep", "30"], preexec_fn=hears_interrupts) as program:
+                asker.sendall(program.pid.to_bytes(4, "big"))
+                status = program.wait()
+                asker.sendall(status.to_bytes(4, "big", signed=True))
+                assert status == stand_in.wait() == -number
+
+
+def hears_interrupts() -> None:
+    """As what is started in the background of a shell does not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_a_program_is_on_its_askers_host(hosts: Network, tmp_path: Path) -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
+import resource
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +19,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.comm.servers.rows_in_view import RowsInView, RowsSeen
-from paceline.errors import PeerLost
+from paceline.errors import PeerLost, UsageError
 from paceline.server.tables.dividing import divided
 from paceline.server.tables.hashing import owners
 from paceline.server.tables.row_optimizers import of_text
 from paceline.server.tables.spec import RowGradients, TableSpec
 from paceline.server.tables.table import Table
-from tests.forks import FORKS
 
+FORKS = multiprocessing.get_context("fork")  # the reader of a test starts at once
 DIM = 3
 SPECS = [
     TableSpec("users", 2**63, DIM, of_text("adagrad:lr=0.1"), seed=4),
@@ -112,9 +117,51 @@ def test_a_server_that_changes_rows_all_the_time_is_asked() -> None:
     assert servers.seen.read(0, keys) is not None
 
 
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def grown(optimizer: str) -> tuple[RowsInView, Table]:
+    """A table that has grown several times."""
+    storage = RowsInView()
+    table = Table(TableSpec("users", 2**63, DIM, of_text(optimizer)), storage)
+    for some in torch.arange(3000).split(500):
+        table.update(RowGradients(some, torch.ones(500, DIM)))
+    return storage, table
+
+
+def test_only_what_workers_read_is_shared() -> None:
+    """Two columns of the index, and the rows: one file each. What an optimizer keeps of rows is nobody else's."""
+    before = open_files()
+    kept = [grown(optimizer) for optimizer in ("sgd:lr=1", "adam:lr=0.1")]
+    assert open_files() - before == 2 * (1 + 3)  # and each server's board
+    assert len({storage.plain_view()["num_columns"] for storage, _ in kept}) == 1
+
+
+def test_too_few_files_are_named() -> None:
+    """As where `ulimit -n` is low."""
+    storage = RowsInView()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(UsageError, match=r"no room for \d+ bytes of a table in memory: Too many .*ulimit -n"):
+            Table(SPECS[0], storage)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_who_reads_rows_cannot_write_them() -> None:
+    servers = Servers(1)
+    nonces = [address[3] for address in servers.tables[0][0].plain_view()["columns"]]
+    for nonce in nonces:
+        lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"paceline-{nonce:016x}" in line]
+        assert sorted(line.split()[1] for line in lines) == ["r--s", "rw-s"]  # the worker's, and the server's
+
+
 @contextlib.contextmanager
 def reader(servers: Servers, keys: Tensor) -> Iterator[Connection]:
-    """Another process, which reads these keys' rows of the second table until it is told to stop."""
+    """Another process, which reads these keys' rows of the second table until it is ended. It sends what values there
+    are among them whenever these are others than before."""
     own, its = FORKS.Pipe()
     process = FORKS.Process(target=keep_reading, args=(its, servers.shown(), keys))
     process.start()
@@ -127,15 +174,12 @@ def reader(servers: Servers, keys: Tensor) -> Iterator[Connection]:
 
 def keep_reading(parent: Connection, shown: list[dict[str, Any]], keys: Tensor) -> None:
     torch.set_num_threads(1)
-    seen, num_differing, found = RowsSeen(SPECS, shown), 0, set()
-    parent.send("begun")
-    while not parent.poll():
+    seen, last = RowsSeen(SPECS, shown), None
+    while True:
         rows = seen.read(1, keys)
-        if rows is not None:
-            values = rows.unique().tolist()
-            num_differing += len(values) > 1
-            found.update(values)
-    parent.send((num_differing, len(found)))
+        if rows is not None and (values := rows.unique().tolist()) != last:
+            parent.send(values)
+            last = values
 
 
 def test_nobody_sees_half_of_an_update() -> None:
@@ -144,13 +188,15 @@ def test_nobody_sees_half_of_an_update() -> None:
     ones = RowGradients(keys, -torch.ones(len(keys), DIM, dtype=torch.float64))
     servers = Servers(1)
     servers.update(1, ones)
+    num_updates, until_s = 1, time.monotonic() + 60
+    found: list[list[float]] = []
     with reader(servers, keys) as other:
-        assert other.recv() == "begun"
-        for _ in range(400):
+        while len(found) < 50 and time.monotonic() < until_s:
             servers.update(1, ones)
-        other.send("stop")
-        num_differing, num_seen = other.recv()
-    assert num_differing == 0
-    assert num_seen > 5
-    rows = servers.read(1, keys)
-    assert rows.unique().tolist() == [401.0]
+            num_updates += 1
+            while other.poll():
+                found.append(other.recv())
+    assert len(found) >= 50
+    assert [values for values in found if len(values) != 1] == []
+    assert found == sorted(found)
+    assert servers.read(1, keys).unique().tolist() == [num_updates]

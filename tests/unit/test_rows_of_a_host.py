@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import pytest
 import torch
 
 from paceline.comm.alone import AloneCollective
+from paceline.comm.servers import holding, rows_in_view
 from paceline.comm.servers.group import ServerGroup
+from paceline.comm.servers.rows_in_view import RowsInView
 from paceline.comm.servers.service import ParameterService
 from paceline.comm.servers.sockets import ServerAddress, connect_servers
+from paceline.comm.shared_memory.block import BlockAddress
 from paceline.comm.wire import Keys
+from paceline.errors import PeerLost
 from paceline.layout import Layout, TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.messages import HEAD_BYTES, Kind, Message, WireError
@@ -94,8 +101,21 @@ def gradients_of(step: int) -> list[RowGradients | None]:
     return [users, RowGradients(torch.arange(9), torch.ones(9, DIM)) if step % 2 else None]
 
 
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[RowsInView]:
+    """What servers have let workers see."""
+    made: list[RowsInView] = []
+
+    def noted() -> RowsInView:
+        made.append(RowsInView())
+        return made[-1]
+
+    monkeypatch.setattr(holding, "RowsInView", noted)
+    return made
+
+
 @pytest.mark.parametrize("num_here", [SERVERS, 1, 0])
-def test_rows_are_the_same_wherever_servers_are(num_here: int, asked: Counter[Kind]) -> None:
+def test_rows_are_the_same_wherever_servers_are(num_here: int, asked: Counter[Kind], shared: list[RowsInView]) -> None:
     twins = [Table(spec) for spec in TABLES]
     keys = torch.arange(600).flip(0)
     num_steps = 6
@@ -113,10 +133,43 @@ def test_rows_are_the_same_wherever_servers_are(num_here: int, asked: Counter[Ki
         for number, twin in enumerate(twins):
             for name, tensor in twin.state().items():
                 assert torch.equal(tables.state(number)[name], tensor)
+    assert len(shared) == num_here
     assert asked[Kind.EXCHANGE] == SERVERS * num_steps
     is_seen = num_here == SERVERS
     assert asked[Kind.PUSH_ROWS] == (0 if is_seen else SERVERS * num_steps)
     assert asked[Kind.READ_ROWS] == (0 if is_seen else 2 * SERVERS * num_steps)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "Cannot allocate memory"), PeerLost("no descriptor is left")])
+def test_a_worker_that_can_map_nothing_asks_for_rows(
+    error: Exception, asked: Counter[Kind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tries a few times."""
+
+    def refused(addresses: Sequence[BlockAddress], *, unit_bytes: int) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(rows_in_view, "side_by_side", refused)
+    keys = torch.arange(600)
+    with group_of_one(num_here=SERVERS) as group:
+        tables = group.open_tables(TABLES)
+        for _ in range(10):
+            assert torch.equal(tables.read(0, keys), Table(TABLES[0]).read(keys))
+    assert asked[Kind.READ_ROWS] == 10 * SERVERS
+    assert asked[Kind.SHOW_ROWS] == 3 * SERVERS
+
+
+def test_gradients_are_let_go_once_they_are_pushed() -> None:
+    with group_of_one(num_here=SERVERS) as group:
+        group.open_tables(TABLES)
+        given = [
+            ({"weight": 1.0, "counts": [1, None]}, [torch.tensor([5]), torch.ones(1, DIM)]) for _ in range(SERVERS)
+        ]
+        kept = [weakref.ref(tensor) for _, tensors in given for tensor in tensors]
+        group._client.take_along(given)
+        del given
+        group.exchange(PUSH)
+        assert [each() for each in kept] == [None] * len(kept)
 
 
 def test_bytes_count_as_if_messages_had_moved_them() -> None:

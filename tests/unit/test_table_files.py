@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -67,6 +68,26 @@ def test_memory_stays_small(tmp_path: Path) -> None:
     assert rows_sum == -float(ROWS_OF_FOUR_KB * 1024)
     assert anonymous < 25_000
     assert mapped < 8_000 + 25_000
+
+
+def test_small_reads_give_pages_back_too(tmp_path: Path) -> None:
+    table = Table(spec_of("sgd:lr=1", dim=64), InFiles(TableFiles(str(tmp_path), resident_bytes=-(1 << 40))))
+    keys = torch.arange(1000)
+    table.update(RowGradients(keys, torch.ones(1000, 64)))
+    for some in keys[:20].split(10):
+        table.read(some)
+        assert _resident_kb_of_files(tmp_path) == 0
+
+
+def _resident_kb_of_files(directory: Path) -> int:
+    """Those that this process has mapped (proc(5), smaps)."""
+    entries = re.findall(
+        rf"^\S+ \S+ \S+ \S+ \S+ +{re.escape(str(directory))}/.*\n(?:.*\n)*?Rss: +(\d+) kB$",
+        Path("/proc/self/smaps").read_text(),
+        re.MULTILINE,
+    )
+    assert entries
+    return sum(map(int, entries))
 
 
 ROWS_OF_FOUR_KB = 12_500

@@ -301,7 +301,7 @@ def test_an_index_that_finds_no_room_stays_as_it_was(monkeypatch: pytest.MonkeyP
     keys = torch.arange(200)
     slots.add(keys[:100])
 
-    def one(num: int, width: int, dtype: torch.dtype) -> Column:
+    def one(num: int, width: int, dtype: torch.dtype, *, is_seen: bool) -> Column:
         """The second one finds none."""
         num_made[0] += 1
         if num_made[0] > 1:

@@ -43,9 +43,9 @@ class Carrier(ABC):
 
     beside: Sequence[bool]
     """Of each server, in the order of their key ranges, whether it is on this worker's host."""
-    sees_rows: bool = False
-    """Servers' rows can be read where they lie: all servers are on this worker's host, and none takes another's over.
-    Gradients of rows then go with a push."""
+    is_all_beside: bool = False
+    """All servers are on this worker's host, and none takes another's place: rows that lie in their memory can be read
+    there, and gradients of rows go with a push."""
     carries_bytes: bool
     """Tensors for servers elsewhere pass as bytes; else servers reach this worker's memory."""
 

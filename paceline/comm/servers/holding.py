@@ -21,6 +21,7 @@ from paceline.server.replication import CopyAction, Replication, ToServer
 from paceline.server.server_core import Send, ServerCore, Updated
 from paceline.server.shard import Applied
 from paceline.server.spec import ServerSpec
+from paceline.server.tables.storage import InMemory
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Holding:
         send: Callable[[bytes, Message], None],
         is_copy: bool = False,
     ) -> None:
-        self.core = ServerCore(index=index, epoch=epoch)
+        self.core = ServerCore(index=index, epoch=epoch, new_memory=self._new_memory)
         self.identity_of = functools.partial(identity_of, number=number, copy_of=index if is_copy else None)
         """A worker's name."""
         self.neighbours: dict[bytes, Neighbour] = {}
@@ -85,7 +86,6 @@ class Holding:
             self._shared = SharedBlock.create(num_bytes)
         if can_lend(spec):
             self._lending = Lending(spec)
-        self.core.tables.new_memory = RowsInView
         self.core.configure(spec, memory=self._shared.tensor[:num_bytes] if self._shared is not None else None)
         self._spec = spec
 
@@ -154,6 +154,10 @@ class Holding:
             self._shared.close()
         if self._lending is not None:
             self._lending.close()
+
+    def _new_memory(self) -> InMemory:
+        """For tables, which are opened once all workers have attached."""
+        return RowsInView() if self.neighbours else InMemory()
 
     def _do(self, actions: Iterator[CopyAction]) -> None:
         records: list[UpdateRecord] = []

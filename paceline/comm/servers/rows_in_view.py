@@ -22,19 +22,18 @@ from paceline.server.tables.hashing import mixed, owners_of
 from paceline.server.tables.reading import rows_of
 from paceline.server.tables.slots import BUCKET_KEYS, find
 from paceline.server.tables.spec import TableSpec
-from paceline.server.tables.storage import Column, Storage
+from paceline.server.tables.storage import Column, InMemory, no_room
 
 _CHANGES, _COLUMNS = 0, 1  # 64-bit words of a board: odd while entries change; how often there were new columns
 _BOARD_BYTES = 64
 _PATIENCE_S = 2e-3  # an update of a few thousand rows takes a tenth
 _TRIES = 8
+_REMEDY = "have its rows on more servers with --option servers=N, or in files with --option table_dir=DIR"
 
 
 @final
-class RowsInView(Storage):
+class RowsInView(InMemory):
     """A server's end."""
-
-    piece_bytes = 1 << 62
 
     def __init__(self) -> None:
         block = SharedBlock.create(_BOARD_BYTES)
@@ -45,8 +44,8 @@ class RowsInView(Storage):
     def plain_view(self) -> dict[str, Any]:
         return {"board": self._board, "num_columns": self._words[_COLUMNS]}
 
-    def column(self, num: int, width: int, dtype: torch.dtype) -> Column:
-        return _Shared(self, num, width, dtype)
+    def column(self, num: int, width: int, dtype: torch.dtype, *, is_seen: bool = False) -> Column:
+        return _Shared(self, num, width, dtype) if is_seen else super().column(num, width, dtype)
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -57,9 +56,6 @@ class RowsInView(Storage):
         finally:
             futex.fence()
             self._words[_CHANGES] += 1
-
-    def trim(self) -> None:
-        pass
 
     def announce(self) -> None:
         """There is a column that workers do not know."""
@@ -81,7 +77,11 @@ class _Shared(Column):
             forget()
 
     def _make(self, num: int) -> None:
-        block = SharedBlock.create(num * self._width * self._dtype.itemsize)
+        num_bytes = num * self._width * self._dtype.itemsize
+        try:
+            block = SharedBlock.create(num_bytes)
+        except OSError as error:
+            raise no_room(error, f"{num_bytes} bytes of a table in memory", remedy=_REMEDY) from None
         self._forget = weakref.finalize(self, block.close)
         self.address = astuple(block.address)
         self.values = block.tensor.view(self._dtype).view(num, self._width)
@@ -97,6 +97,7 @@ class RowsSeen:
 
     Raises:
         PeerLost: a server is gone, or has other columns meanwhile.
+        OSError: this process may have no more memory.
     """
 
     def __init__(self, specs: Sequence[TableSpec], shown: Sequence[Mapping[str, Any]]) -> None:

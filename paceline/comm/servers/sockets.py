@@ -141,7 +141,7 @@ class SocketCarrier(Carrier):
         self._memory: Mapping[str, Any] = {}
         self._yield_s = _YIELD_S if num_workers <= len(os.sched_getaffinity(0)) else 0.0
         self.beside = [server.bell is not None for server in servers]
-        self.sees_rows = all(self.beside) and moves is None
+        self.is_all_beside = all(self.beside) and moves is None
         self._links = [
             _Link(
                 Caller(keys, endpoint=server.endpoint, identity=identity_of(rank, number).decode()),

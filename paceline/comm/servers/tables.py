@@ -17,6 +17,9 @@ from paceline.server.server_core import Send
 from paceline.server.tables.client_core import Given, TableClient
 from paceline.server.tables.spec import RowGradients, TableSpec
 
+_MOST_LOST = 3
+"""Failures in a row to map servers' rows, after which a worker asks for rows by message from then on."""
+
 
 @final
 class ServedTables(TableStore):
@@ -38,7 +41,8 @@ class ServedTables(TableStore):
     ) -> None:
         self._give_with_push = give_with_push
         self._carrier, self._collective, self._timing = carrier, collective, timing
-        self._specs, self._sees_rows = specs, carrier.sees_rows
+        self._specs, self._sees_rows = specs, carrier.is_all_beside
+        self._num_lost = 0  # how often in a row servers' rows could not be mapped
         self._seen: RowsSeen | None = None
         self._client = TableClient(specs, rank=collective.rank, epoch=epoch, num_servers=len(carrier.beside))
         if collective.rank == 0:
@@ -63,19 +67,26 @@ class ServedTables(TableStore):
         if not self._sees_rows:
             return None
         if self._seen is None or self._seen.is_outdated:
-            self._ask(self._client.show())
-            shown = self._client.shown()
-            if not all("board" in each for each in shown):
-                self._sees_rows = False
-                return None
-            try:
-                self._seen = RowsSeen(self._specs, shown)
-            except PeerLost:  # another worker's update has made new columns meanwhile
-                return None
-        return self._seen.read(table, keys)
+            self._map()
+        return None if self._seen is None else self._seen.read(table, keys)
+
+    def _map(self) -> None:
+        """Have what servers show of their rows in this process's memory."""
+        self._seen = None  # its memory goes before there is more
+        self._ask(self._client.show())
+        shown = self._client.shown()
+        self._sees_rows = all("board" in each for each in shown)
+        if not self._sees_rows:
+            return
+        try:
+            self._seen = RowsSeen(self._specs, shown)
+            self._num_lost = 0
+        except (PeerLost, OSError):  # another update has made new columns meanwhile, or this process may map no more
+            self._num_lost += 1
+            self._sees_rows = self._num_lost < _MOST_LOST
 
     def push(self, gradients: Sequence[RowGradients | None], *, weight: float) -> None:
-        is_given = self._carrier.sees_rows and self._give_with_push(self._client.parts(gradients, weight=weight))
+        is_given = self._carrier.is_all_beside and self._give_with_push(self._client.parts(gradients, weight=weight))
         if not is_given:
             self._timed(self._client.push(gradients, weight=weight))
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.shared_memory.descriptors import open_descriptor
+from paceline.comm.shared_memory.mapping import address_range, map_into
 from paceline.errors import PeerLost, TensorMismatch
 
 
@@ -50,7 +50,8 @@ class SharedBlock:
         self.address = address
         self._fd: int | None = fd if keep_descriptor else None
         # Nobody closes the map, which would pull the memory from under living tensors: the last tensor to go does.
-        memory = mmap.mmap(fd, address.num_bytes)
+        memory = address_range(address.num_bytes)
+        map_into(memory, fd, address.num_bytes, is_written=True)
         self.buffer = memoryview(memory)
         """The memory as bytes, `address.num_bytes` of them."""
         self.tensor: Tensor = torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,30 +1,12 @@
 """How rows are read: by the server that has them, and by workers on its host that see its memory."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.server.tables.hashing import normal
-from paceline.server.tables.slots import find
 from paceline.server.tables.spec import TableSpec
-
-
-class RowsView(NamedTuple):
-    """A table, or a server's part of one, as it is now."""
-
-    spec: TableSpec
-    seed: int
-    keys_of_buckets: Tensor
-    slots_of_buckets: Tensor
-    """Both as `Slots.columns`."""
-    rows: Tensor
-    """In the order of their slots, and more that nobody has."""
-
-    def read(self, keys: Tensor, hashed: Tensor) -> Tensor:
-        """A copy of the rows of these keys, which were mixed; a row that was never updated has its first values."""
-        slots = find(keys, hashed, self.keys_of_buckets, self.slots_of_buckets)
-        return rows_of(self.spec, self.rows, keys, slots, seed=self.seed)
 
 
 def rows_of(spec: TableSpec, rows: Tensor, keys: Tensor, slots: Tensor, *, seed: int, begin: Any = 0) -> Tensor:

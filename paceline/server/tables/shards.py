@@ -37,11 +37,15 @@ class _Waiting(NamedTuple):
 
 @final
 class TableShards:
-    def __init__(self) -> None:
+    """
+    Args:
+        new_memory: makes what the tables lie in, if not in files.
+    """
+
+    def __init__(self, new_memory: Callable[[], Storage] = InMemory) -> None:
         self.files: TableFiles | None = None
         """Where the tables are to lie; none: in memory."""
-        self.new_memory: Callable[[], Storage] = InMemory
-        """What they lie in otherwise."""
+        self._new_memory = new_memory
         self._storage: Storage = InMemory()
         self._tables: list[Table] = []
         self._waiting: dict[int, _Waiting] = {}  # by worker
@@ -98,7 +102,7 @@ class TableShards:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _open(self, message: Message) -> Fields:
-        self._storage = self.new_memory() if self.files is None else InFiles(self.files)
+        self._storage = self._new_memory() if self.files is None else InFiles(self.files)
         self._tables = [Table(TableSpec.of_plain(plain), self._storage) for plain in message.body["tables"]]
         return {}
 

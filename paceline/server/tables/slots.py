@@ -64,7 +64,7 @@ class Slots:
 
     def _make_places(self, num_buckets: int) -> None:
         """Raises UsageError if there is no room, and then all stays as it was."""
-        keys, slots = (self._storage.column(num_buckets, BUCKET_KEYS, torch.int64) for _ in range(2))
+        keys, slots = (self._storage.column(num_buckets, BUCKET_KEYS, torch.int64, is_seen=True) for _ in range(2))
         self._num_buckets, self._keys, self._slots = num_buckets, keys, slots
 
     def _place(self, keys: Tensor, slots: Tensor) -> None:

@@ -18,8 +18,8 @@ from paceline.errors import UsageError
 
 _LEAST_FILE_BYTES = 1 << 20
 _REMEDIES = {
-    errno.EMFILE: "allow each process more open files (ulimit -n): a table has two for its keys, its rows and each of "
-    "its optimizer's states, and four for its index",
+    errno.EMFILE: "allow each process more open files (ulimit -n): a table in memory has three; one in files has two "
+    "for its keys, its rows and each of its optimizer's states, and four for its index",
     errno.ENOMEM: "allow each process more address space (ulimit -v) or mappings (sysctl vm.max_map_count)",
 }
 
@@ -55,8 +55,12 @@ class Storage(ABC):
         return nullcontext()
 
     @abstractmethod
-    def column(self, num: int, width: int, dtype: torch.dtype) -> Column:
-        """A new one, of so many entries at least, which are 0. Raises UsageError if there is no room."""
+    def column(self, num: int, width: int, dtype: torch.dtype, *, is_seen: bool = False) -> Column:
+        """A new one, of so many entries at least, which are 0. Raises UsageError if there is no room.
+
+        Args:
+            is_seen: by other processes of this host, if they see any.
+        """
 
     @abstractmethod
     def trim(self) -> None:
@@ -75,11 +79,10 @@ class _Own(Column):
             self.values = wider
 
 
-@final
 class InMemory(Storage):
     piece_bytes = 1 << 62
 
-    def column(self, num: int, width: int, dtype: torch.dtype) -> Column:
+    def column(self, num: int, width: int, dtype: torch.dtype, *, is_seen: bool = False) -> Column:
         return _Own(torch.zeros(num, width, dtype=dtype))
 
     def trim(self) -> None:
@@ -115,7 +118,7 @@ class InFiles(Storage):
         self._others_bytes = _mapped_bytes()  # of libraries and shared memory
         self.column(1, 1, torch.uint8)
 
-    def column(self, num: int, width: int, dtype: torch.dtype) -> Column:
+    def column(self, num: int, width: int, dtype: torch.dtype, *, is_seen: bool = False) -> Column:
         made = _Mapped(self._directory, num, width, dtype)
         self._columns.add(made)
         return made
@@ -160,8 +163,16 @@ class _Mapped(Column):
         self.values = flat.view(num, self._width)
 
     def _refused(self, error: OSError, what: str) -> UsageError:
-        remedy = _REMEDIES.get(error.errno or 0, "make some, or give another directory with --option table_dir=DIR")
-        return UsageError(f"no room for {what} of a table in {self._directory}: {error.strerror}; {remedy}")
+        remedy = "make some, or give another directory with --option table_dir=DIR"
+        return no_room(error, f"{what} of a table in {self._directory}", remedy=remedy)
+
+
+def no_room(error: OSError, what: str, *, remedy: str) -> UsageError:
+    """
+    Args:
+        remedy: where the error says nothing of another one.
+    """
+    return UsageError(f"no room for {what}: {error.strerror}; {_REMEDIES.get(error.errno or 0, remedy)}")
 
 
 def _mapped_bytes() -> int:

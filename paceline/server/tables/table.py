@@ -10,8 +10,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.row_file import RowFile
 from paceline.server.tables import row_files
-from paceline.server.tables.hashing import mixed
-from paceline.server.tables.reading import RowsView, first_values
+from paceline.server.tables.reading import first_values, rows_of
 from paceline.server.tables.slots import Slots
 from paceline.server.tables.spec import RowGradients, TableSpec, are_different
 from paceline.server.tables.storage import Column, InMemory, Storage
@@ -41,21 +40,15 @@ class Table:
     def read(self, keys: Tensor) -> Tensor:
         """A copy of these keys' rows, shape (keys, dim). A row that was never updated has its first values, and is not
         made. Raises UsageError for a key that is none of the table's."""
-        keys, view = self.spec.checked(keys), self.view
-        if len(keys) <= self._piece:
-            return view.read(keys, mixed(keys))
-        rows = self.spec.empty_rows(len(keys))
-        for some, target in zip(keys.split(self._piece), rows.split(self._piece), strict=True):
-            target.copy_(view.read(some, mixed(some)))
-            self._storage.trim()
+        keys = self.spec.checked(keys)
+        if len(keys) > self._piece:
+            return torch.cat([self.read(some) for some in keys.split(self._piece)])
+        rows = rows_of(self.spec, self._columns[_ROWS].values, keys, self._slots.find(keys), seed=self._seed)
+        self._storage.trim()
         return rows
 
-    @property
-    def view(self) -> RowsView:
-        return RowsView(self.spec, self._seed, *self._slots.columns, self._columns[_ROWS].values)
-
     def plain_view(self) -> dict[str, Any]:
-        """Where other processes of this host find what `view` has, as plain data."""
+        """Where other processes of this host find what is read, as plain data."""
         return {"seed": self._seed, "columns": [*self._slots.addresses, self._columns[_ROWS].address]}
 
     @torch.no_grad()
@@ -181,7 +174,7 @@ class Table:
     def _empty(self, num_rows: int) -> tuple[Column, dict[str, Column]]:
         """For their keys, and by name for rows and what the optimizer keeps of them."""
         spec, new = self.spec, self._storage.column
-        columns = {_ROWS: new(num_rows, spec.dim, spec.dtype)}
+        columns = {_ROWS: new(num_rows, spec.dim, spec.dtype, is_seen=True)}
         for name, (width, _) in spec.optimizer.state.items():
             columns[name] = new(num_rows, spec.dim if width == "element" else 1, spec.dtype)
         return new(num_rows, 1, torch.int64), columns

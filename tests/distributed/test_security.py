@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from benchmarks.namespaces import Network
-from tests.distributed.harness import PACELINE, SCRIPTS, TRAIN, Command, is_training, wait_until
+from tests.distributed.harness import COLD, PACELINE, SCRIPTS, TRAIN, Command, is_training, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
@@ -119,7 +119,7 @@ def own_address() -> str:
 def test_a_run_on_one_host(start: Callable[..., Command], tmp_path: Path) -> None:
     out = tmp_path / "out"
     strategy = ["--strategy", "ps-bsp", "--workers", 2, "--option", "servers=1"]
-    command = start("run", TRAIN, *strategy, "--out", out, "--", *TRAINING)
+    command = start("run", TRAIN, *strategy, "--out", out, "--", *TRAINING, **COLD)
     assert wait_until(lambda: is_training(out), within_s=120), command.wait(timeout_s=1)
     launcher = psutil.Process(command.process.pid)
     pids = [process.pid for process in (launcher, *launcher.children(recursive=True))]

@@ -108,6 +108,8 @@ class TableShards:
 
     def _show(self, message: Message) -> Fields:
         """Where workers on this host see the rows."""
+        if not self._tables:
+            raise ValueError("there are no tables")
         return {"body": {**self._storage.plain_view(), "tables": [table.plain_view() for table in self._tables]}}
 
     def _read(self, message: Message) -> Fields:

@@ -142,10 +142,11 @@ def test_killed_node(cluster: Cluster, tmp_path: Path) -> None:
 
     def strike() -> None:
         wait_until(lambda: is_training(out), within_s=120)
-        raylet = psutil.Process(pids(out)["worker-1"]).parent()
+        processes = _of_node(pids(out)["worker-1"])
         struck.append(time.time())
-        for process in [raylet, *raylet.children(recursive=True)]:
-            process.kill()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     thread = threading.Thread(target=strike)
     thread.start()
@@ -158,6 +159,17 @@ def test_killed_node(cluster: Cluster, tmp_path: Path) -> None:
     print(f"{time.time() - struck[0]:.1f} s from the node's end to the run's")
     assert time.time() - struck[0] < SOON_S
     assert f"worker 1 (process {pids(out)['worker-1']}) died during step" in str(caught.value)
+
+
+def _of_node(worker: int) -> list[psutil.Process]:
+    """This worker's raylet, all that it has started, and its workers, which may be forks of another process."""
+    number = psutil.Process(worker).environ()["RAY_RAYLET_PID"]
+    raylet = psutil.Process(int(number))
+    found = [raylet, *raylet.children(recursive=True)]
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            found += [process] if process.environ().get("RAY_RAYLET_PID") == number else []
+    return found
 
 
 def _sleepers() -> list[psutil.Process]:

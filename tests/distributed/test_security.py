@@ -141,6 +141,7 @@ def test_a_run_on_one_host(start: Callable[..., Command], tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_run_on_two_hosts_with_a_stranger_on_their_network(hosts: Network, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first, second, outside = hosts.hosts
@@ -163,7 +164,7 @@ def test_a_run_on_two_hosts_with_a_stranger_on_their_network(hosts: Network, tmp
     # Strangers know no token: their environment is not that of the hosts. One is another user of the first.
     strangers = replace(hosts, environment={"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": ""})
     for host, user in ((outside, None), (first, NOBODY)):
-        said = strangers.run(host, told(ports, user=user), timeout_s=200)
+        said = strangers.run(host, told(ports, user=user), timeout_s=400)
         require_that_nobody_got_in(json.loads(said), protections)
     require_that_it_goes_on(out)
     launcher.terminate()

@@ -22,7 +22,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Resumed(NamedTuple):
-    """What another launcher goes on with."""
+    """A guard has another launcher go on with a run."""
 
     run: Path
     """Its result directory."""
@@ -136,7 +136,7 @@ class Guard:
 
 
 def _name_of(number: int) -> str:
-    """Of a signal; a real-time one has none."""
+    """The signal's name, or its number: real-time signals have no names."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""What two ends of a connection send each other arrives once and in order, whenever the connection breaks.
+"""Two ends of a connection get each other's messages once and in order, whenever the connection breaks.
 
 Sans-IO. Before a message's first bytes an envelope says its number, and how many of the other end's have arrived. An
 end keeps what it has sent until the other one says that it is there. When the connection was broken and is made anew,
@@ -21,14 +21,15 @@ _MOST_UNSAID, _MOST_UNSAID_BYTES = 16, 16 << 20
 
 class Envelope(NamedTuple):
     life: int
-    """Of the caller: another one of the same name is another connection."""
+    """A number that the caller draws: one that starts again under its name has another, and begins anew."""
     number: int
     heard: int
     """How many of the other end's messages have arrived here."""
 
 
 def opened(frames: Sequence[Raw]) -> tuple[Envelope | None, list[Raw]]:
-    """What has come without its envelope: none if it has none. Where that is all, there are no frames."""
+    """Take the envelope off what has come. There is none on what is no word of ours; a word without a message has no
+    frames behind it."""
     first = memoryview(frames[0]) if frames else memoryview(b"")
     if len(first) < _ENVELOPE.size:
         return None, []
@@ -65,8 +66,8 @@ class Delivery:
         return not self._kept
 
     def send(self, frames: Sequence[Raw], *, keep: bool = True) -> Sequence[Raw]:
-        """What is to be sent for a message, if anything. `keep`: it has to arrive; its memory stays as it is until it
-        has. Else it may be lost."""
+        """Give the frames to send for a message; none where they wait for the other end. `keep`: the message has to
+        arrive, and the caller leaves its memory as it is until it has. Otherwise it may be lost."""
         if not keep:
             return self._enclosed(_WORD, frames)
         self._num_sent += 1

@@ -106,7 +106,7 @@ class ServerCore:
         self._some_read_for_themselves = False
         self._some_are_apart = self._has_neighbour = False
         self._is_timed = False
-        self.tables = TableShards(new_memory)
+        self._tables = TableShards(new_memory)
         self._handlers: dict[Kind, Callable[[_Client, Message, float], Iterator[Action]]] = {
             Kind.INITIALISE: self._initialise,
             Kind.EXCHANGE: self._exchange,
@@ -118,7 +118,7 @@ class ServerCore:
             Kind.LEAVE: self._leave,
             Kind.GET_STATE: self._get_state,
             Kind.SET_STATE: self._set_state,
-            **dict.fromkeys(self.tables.handlers, self._about_rows),
+            **dict.fromkeys(self._tables.handlers, self._about_rows),
         }
 
     @property
@@ -147,7 +147,7 @@ class ServerCore:
         self.is_in_turn = len(self.parts) > PIECES_UNDER_WAY and all(part.shard.needs_all for part in self.parts)
         self._some_read_for_themselves = memory is not None
         self._is_timed = self.parts[-1].shard.rule.is_timed
-        self.tables.files = spec.table_files
+        self._tables.files = spec.table_files
         self._spec = spec
 
     def attach(
@@ -220,7 +220,7 @@ class ServerCore:
         """Whether all workers are beside, and those who have all tensors could go on without this server."""
         are_beside = len(self._clients) > 0 and all(client.is_beside for client in self._clients.values())
         is_complete = are_beside and self._spec is not None and len(self._clients) == self._spec.rule.members.size
-        return is_complete and self.tables.is_empty and all(part.shard.is_quiet for part in self.parts)
+        return is_complete and self._tables.is_empty and all(part.shard.is_quiet for part in self.parts)
 
     def decode_s(self, message: Message) -> float:
         """How long a core decodes a worker's push, where time is simulated."""
@@ -231,7 +231,7 @@ class ServerCore:
     def close(self) -> None:
         """Let go of all memory."""
         self._clients.clear()
-        self.tables.close()
+        self._tables.close()
         self.parts, self._all_parts = [], []
         self._is_timed = False
 
@@ -252,7 +252,7 @@ class ServerCore:
         about = {name: body[name] for name in _ABOUT if name in body} if body else {}
         groups = body.get("groups")
         if "rows" in body:
-            self.tables.receive_push(message)
+            self._tables.receive_push(message)
         for index, part in self._parts_of(message):
             if client.parameters is None and not is_void:
                 self._read_push(message, index, client.gradients[index])
@@ -331,7 +331,7 @@ class ServerCore:
         yield Send(message.sender, self.message(Kind.OK))
 
     def _about_rows(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
-        yield Send(message.sender, self.message(Kind.OK, **self.tables.receive(message)))
+        yield Send(message.sender, self.message(Kind.OK, **self._tables.receive(message)))
 
     # --- answers ------------------------------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class ServerCore:
         if applied:
             told = applied if is_last else ()
             records = [UpdateRecord(self.index, one.iteration, one.worker, one.clock, one.staleness) for one in told]
-            row_bytes = self.tables.update(applied) if is_last else 0
+            row_bytes = self._tables.update(applied) if is_last else 0
             yield Updated(part, len(applied), records, row_bytes)
         for answer in answers:
             part.shard.pulled(answer.worker)

@@ -54,7 +54,7 @@ class ServedTables(TableStore):
         rows = self._look(table, keys)
         if rows is not None and self._seen is not None:
             self._timing.communication_s += time.perf_counter() - began_s
-            # As messages would have moved.
+            # Counts the bytes that messages would have moved.
             self._timing.moved_bytes += 2 * HEAD_BYTES * self._seen.num_read + keys.nbytes + rows.nbytes
             return rows
         sends = self._client.read(table, keys)

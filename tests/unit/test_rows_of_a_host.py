@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import errno
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NoReturn
 
 import pytest
 import torch
 
-from paceline.comm.alone import AloneCollective
 from paceline.comm.servers import holding, rows_in_view
 from paceline.comm.servers.group import ServerGroup
 from paceline.comm.servers.rows_in_view import RowsInView
-from paceline.comm.servers.service import ParameterService
-from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.shared_memory.block import BlockAddress
-from paceline.comm.wire import Keys
 from paceline.errors import PeerLost
-from paceline.layout import Layout, TensorSpec, by_group
+from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.messages import HEAD_BYTES, Kind, Message, WireError
-from paceline.records import NullReporter
 from paceline.server.admission import BulkSynchronous
-from paceline.server.ranges import KeyRange
 from paceline.server.server_core import ServerCore
-from paceline.server.spec import OptimizerSpec, Push, ServerSpec
+from paceline.server.spec import OptimizerSpec, Push
 from paceline.server.tables.row_optimizers import of_text
 from paceline.server.tables.spec import RowGradients, TableSpec
 from paceline.server.tables.table import Table
+from tests.unit.server_groups import attached
 
-EPOCH, SERVERS, DIM = 1, 2, 4
+SERVERS, DIM = 2, 4
 LAYOUT = by_group([TensorSpec("weight", (64,), torch.float32, 0)])
 SGD = OptimizerSpec(torch.optim.SGD, {"lr": 0.1}, ({"lr": 0.1},), element_wise=True)
 TABLES = [TableSpec(name, 2**40, DIM, of_text("adam:lr=0.1"), seed=3) for name in ("users", "items")]
@@ -55,42 +49,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[Kind]:
     return counts
 
 
-@contextmanager
-def group_of_one(*, num_here: int) -> Iterator[ServerGroup]:
+def group_of_one(*, num_here: int) -> AbstractContextManager[ServerGroup]:
     """A worker attached to two servers, so many of which are on its host."""
-    keys = Keys.generate()
-    services = [
-        ParameterService(keys, host="127.0.0.1", index=index, epoch=EPOCH, reporter=NullReporter())
-        for index in range(SERVERS)
-    ]
-    threads = [threading.Thread(target=service.serve) for service in services]
-    for thread in threads:
-        thread.start()
-
-    def configure(layout: Layout, spec: OptimizerSpec, ranges: Sequence[KeyRange]) -> None:
-        for service, pieces in zip(services, ranges, strict=True):
-            service.configure(ServerSpec(layout, pieces, spec, BulkSynchronous(Membership.first(1)), max_updates=None))
-
-    group = connect_servers(
-        keys,
-        servers=[
-            ServerAddress(service.endpoint, service.bell if index < num_here else None)
-            for index, service in enumerate(services)
-        ],
-        collective=AloneCollective(),
-        configure=configure,
-        epoch=EPOCH,
-        deadline_s=60.0,
-    )
-    try:
-        parameters, gradients = group.allocate(LAYOUT.num_bytes), group.allocate(LAYOUT.num_bytes)
-        group.attach(LAYOUT, SGD, parameters, gradients)
-        yield group
-    finally:
-        group.close()
-        for service, thread in zip(services, threads, strict=True):
-            service.stop()
-            thread.join()
+    rule = BulkSynchronous(Membership.first(1))
+    return attached(LAYOUT, SGD, rule, are_here=[index < num_here for index in range(SERVERS)])
 
 
 def gradients_of(step: int) -> list[RowGradients | None]:

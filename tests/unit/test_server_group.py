@@ -4,87 +4,53 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, closing
 
 import pytest
 import torch
 
 from paceline.comm import wire
-from paceline.comm.alone import AloneCollective
 from paceline.comm.servers import group as server_group
 from paceline.comm.servers.group import ServerGroup
 from paceline.comm.servers.line import WorkerLine
 from paceline.comm.servers.payload import ReceivedPayload
 from paceline.comm.servers.service import ParameterService
-from paceline.comm.servers.sockets import WAKE_S, ServerAddress, SocketCarrier, connect_servers
+from paceline.comm.servers.sockets import WAKE_S, SocketCarrier
 from paceline.comm.wire import Keys, Listener
 from paceline.engines.striking import connections
 from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost
-from paceline.layout import Layout, TensorSpec, by_group
+from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.messages import Kind, Message, Raw, WireError
 from paceline.records import NullReporter
 from paceline.server import client_core, server_core
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
 from paceline.server.client_core import ClientCore
-from paceline.server.ranges import KeyRange
 from paceline.server.server_core import Send
 from paceline.server.shard import Shard
-from paceline.server.spec import OptimizerSpec, Push, ServerSpec
+from paceline.server.spec import OptimizerSpec, Push
 from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY
+from tests.unit.server_groups import EPOCH, attached
 
-EPOCH = 1
 NUM_PIECES = 16
 FOREVER = 10**9
 ENOUGH_S = 0.5  # for all that will ever be sent
 
 
-@contextmanager
 def group_of_one(
     rule: AdmissionRule, *, has_server_here: bool = False, is_beside_another: bool = False
-) -> Iterator[ServerGroup]:
+) -> AbstractContextManager[ServerGroup]:
     """Worker 0, attached to a server elsewhere that holds a model of `NUM_PIECES`, or half of one.
 
     Args:
         has_server_here: the other half is on a server on the worker's host.
         is_beside_another: the server elsewhere shares its host with another worker, as far as it knows.
     """
-    keys = Keys.generate()
-    services = [
-        ParameterService(keys, host="127.0.0.1", index=index, epoch=EPOCH, reporter=NullReporter())
-        for index in range(1 + has_server_here)
-    ]
-    services[0]._first.core._has_neighbour = is_beside_another
-    threads = [threading.Thread(target=service.serve) for service in services]
-    for thread in threads:
-        thread.start()
-
-    def configure(layout: Layout, spec: OptimizerSpec, ranges: Sequence[KeyRange]) -> None:
-        for service, pieces in zip(services, ranges, strict=True):
-            service.configure(ServerSpec(layout, pieces, spec, rule, max_updates=None))
-
-    group = connect_servers(
-        keys,
-        servers=[
-            ServerAddress(service.endpoint, service.bell if index else None) for index, service in enumerate(services)
-        ],
-        collective=AloneCollective(),
-        configure=configure,
-        epoch=EPOCH,
-        deadline_s=60.0,
-    )
     layout = by_group([TensorSpec("weight", (NUM_PIECES * 64,), torch.float32, 0)])
     spec = OptimizerSpec(torch.optim.SGD, {"lr": 0.1}, ({"lr": 0.1},), element_wise=True)
-    try:
-        parameters, gradients = group.allocate(layout.num_bytes), group.allocate(layout.num_bytes)
-        group.attach(layout, spec, parameters, gradients)
-        yield group
-    finally:
-        group.close()
-        for service, thread in zip(services, threads, strict=True):
-            service.stop()
-            thread.join()
+    are_here = [False, True] if has_server_here else [False]
+    return attached(layout, spec, rule, are_here=are_here, is_beside_another=is_beside_another)
 
 
 def test_silent_servers_are_named_when_the_deadline_is_over() -> None:

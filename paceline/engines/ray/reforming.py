@@ -183,9 +183,8 @@ class Reforming:
         while True:
             if "hand" in said:
                 result = {"rank": member.rank, "epoch": member.membership.epoch, "step": member.applied}
-                copies = [
-                    bytes(raw_bytes(frame)) for frame in last_result()
-                ]  # kept to be sent again, as later steps go on
+                # Later steps write over the result, which may have to be sent again.
+                copies = [bytes(raw_bytes(frame)) for frame in last_result()]
                 said = self._line.ask(Kind.RESULT, result, copies)
             elif "result" in said:
                 member.with_result_handed_on(said["result"])

@@ -12,7 +12,7 @@ FRAMEWORKS_STAMP := $(VENV)/.complete-frameworks
 PARALLEL := -n 3 --dist worksteal
 PARALLEL_SLOW := -n 2 --dist worksteal
 
-.PHONY: demo test test-slow lint docs results clean
+.PHONY: demo test test-slow test-gpu lint docs results clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -24,6 +24,10 @@ test: $(STAMP)
 # What `make test` leaves out, and properties with many more examples.
 test-slow: $(FRAMEWORKS_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL_SLOW) -m "slow or hypothesis" --hypothesis-profile thorough --durations 30 --durations-min 20
+
+# On a machine with a GPU and a torch that sees it, which the constraints file's does not.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -m gpu
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ quartiles.
     python benchmarks/hot_path.py --only plain all-reduce all-reduce-unchecked ps-bsp ps-bsp-unchecked --rounds 100
     python benchmarks/hot_path.py --only plain all-reduce ps-bsp ps-asp --checks
     python benchmarks/hot_path.py --only plain single --workers 1
+    python benchmarks/hot_path.py --only plain lockstep single all-reduce ps-bsp --model resnet18 --device cuda
     python benchmarks/hot_path.py --only plain lockstep ps-bsp --model resnet18 --batch-size 4 --steps 4 --servers 2
 """
 
@@ -218,14 +219,16 @@ class Worker:
         model: str,
         batch_size: int,
         servers: Mapping[str, Servers],
+        device: torch.device,
     ) -> None:
+        self.device = device
         self.rank, self.size, self.line, self.done, self.servers = rank, size, line, done, servers
         self.model_name, self.batch_size = model, batch_size
         self.meetings = 0
         self.clocks: dict[str, TrainingClock] = {}
 
     def step_of(self, name: str) -> Step:
-        model = make_model(self.model_name)
+        model = make_model(self.model_name).to(self.device)
         optimizer: Any = make_optimizer(model)
         data = FixedBatches(self.batch_size, seed=self.rank)
         loader: Any = DataLoader(data, batch_size=self.batch_size, collate_fn=whole)
@@ -234,7 +237,7 @@ class Worker:
             session = self._session(name)
             self.clocks[name] = session.run.clock
             [loader] = session.prepare(told_apart((model, optimizer, loader), {})).values()
-        batches = _repeated(loader)
+        batches = _repeated(loader, self.device)
 
         def step() -> None:
             train_step(model, optimizer, next(batches))
@@ -250,6 +253,11 @@ class Worker:
         yield
         if clock is not None:
             clock.pause()
+
+    def finish(self) -> None:
+        """What was given to the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def meet(self) -> None:
         """All workers have come here."""
@@ -284,7 +292,7 @@ class Worker:
                 epoch=members.epoch,
                 deadline_s=DEADLINE_S,
             )
-        context = Context(rank, members, rank, size, torch.device("cpu"), collective, store)
+        context = Context(rank, members, rank, size, self.device, collective, store)
         config = RunConfig(seed=0)
         if is_elastic:
             context = replace(context, reform=_NobodyComesOrGoes())
@@ -314,9 +322,10 @@ class _NobodyComesOrGoes:
         raise AssertionError(rank)
 
 
-def _repeated(loader: Any) -> Iterator[Any]:
+def _repeated(loader: Any, device: torch.device) -> Iterator[Any]:
     while True:
-        yield from loader
+        for x, y in loader:
+            yield x.to(device), y.to(device)
 
 
 def work(
@@ -331,11 +340,12 @@ def work(
     rounds: int,
     steps: int,
     counts_checks: bool,
+    device: str,
 ) -> None:
     """A worker process: windows of `steps` steps of each contender, in turn; sends the seconds of each round. If it
     counts checks, these are the core's: of plain steps, and of the others' checks."""
     share_cores(size)
-    worker = Worker(rank, size, line, done, model, batch_size, servers)
+    worker = Worker(rank, size, line, done, model, batch_size, servers, torch.device(device))
     contenders = {name: worker.step_of(name) for name in names}
     line.send("ready")
     for number in range(rounds + 1):  # the first is for warming up
@@ -347,11 +357,13 @@ def work(
             counts = spent[name].counted() if counts_checks else nullcontext()
             with worker.turn_of(name), unchecked() if name.endswith(UNCHECKED) else counts:
                 step()  # brings the contender's memory into caches
+                worker.finish()
                 worker.meet()
                 spent[name].total_s = 0.0
                 start_s, core_start_s = time.perf_counter(), time.thread_time()
                 for _ in range(steps):
                     step()
+                worker.finish()
                 took_s[name] = (time.perf_counter() - start_s) / steps
                 if counts_checks:
                     is_plain = name in PLAIN
@@ -371,6 +383,7 @@ def measure(
     rounds: int,
     steps: int,
     counts_checks: bool,
+    device: str,
 ) -> list[dict[str, float]]:
     """Seconds a step of each contender, one dictionary a round: the mean over workers."""
     context = multiprocessing.get_context("spawn")
@@ -379,7 +392,20 @@ def measure(
     lines, processes = [], []
     for rank in range(workers):
         mine, theirs = context.Pipe()
-        arguments = (rank, workers, theirs, done, model, batch_size, groups, names, rounds, steps, counts_checks)
+        arguments = (
+            rank,
+            workers,
+            theirs,
+            done,
+            model,
+            batch_size,
+            groups,
+            names,
+            rounds,
+            steps,
+            counts_checks,
+            device,
+        )
         processes.append(context.Process(target=work, args=arguments, daemon=True))
         lines.append(mine)
     for process in processes:
@@ -450,11 +476,16 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=1, help="parameter servers of the ps strategies")
     parser.add_argument("--checks", action="store_true", help="the core's time of plain steps, and of others' checks")
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=(*PLAIN, *STRATEGIES))
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all workers share the first GPU"
+    )
     args = parser.parse_args()
     names = [name for name in CONTENDERS if name in args.only]
     workload = {name: getattr(args, name) for name in ("model", "batch_size", "workers", "servers")}
-    found = measure(**workload, names=names, rounds=args.rounds, steps=args.steps, counts_checks=args.checks)
-    title = f"{args.model}, batch {args.batch_size}, {args.workers} workers, {args.rounds} rounds of {args.steps} steps"
+    windows = {"rounds": args.rounds, "steps": args.steps}
+    found = measure(**workload, **windows, names=names, counts_checks=args.checks, device=args.device)
+    on = f"{args.model}, batch {args.batch_size}, {args.workers} workers on {args.device}"
+    title = f"{on}, {args.rounds} rounds of {args.steps} steps"
     table = checks_of(found, title) if args.checks else table_of(found, title)
     tell([table], {"workload": workload, "seconds_a_step": found})
 

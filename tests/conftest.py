@@ -35,6 +35,18 @@ settings.register_profile("thorough", deadline=None, derandomize="CI" in os.envi
 settings.load_profile("quick")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests train on cores also where there are GPUs, but for those that `make test-gpu` runs."""
+    if "gpu" not in config.option.markexpr.split():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that a look for GPUs leaves processes free to fork
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("there is no GPU here, or it is hidden: `make test-gpu` runs these tests")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those with a time limit of their own begin, which are the longest: a core that got one last would end late."""
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)

@@ -32,7 +32,7 @@ class Gauss(SentAttack, name="gauss"):
     sigma: float = 1.0
 
     def sent(self, own: Tensor, honest: Tensor, *, size: int, generator: torch.Generator) -> Tensor:
-        return torch.randn(own.shape, dtype=own.dtype, generator=generator) * self.sigma
+        return torch.randn(own.shape, dtype=own.dtype, generator=generator).to(own.device) * self.sigma
 
 
 @final

@@ -2,6 +2,7 @@
 
     python recipes/ray_parameter_server/study.py convnet --engine virtual
     python recipes/ray_parameter_server/study.py resnet18 --scale small --engine virtual
+    python recipes/ray_parameter_server/study.py resnet18 --engine virtual --device cuda
     python recipes/ray_parameter_server/study.py vgg16 --address HEAD:6379
 
 Each is one `paceline compare`, which is printed, and goes on where it was if it is interrupted. What came out, beside
@@ -93,6 +94,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engine", choices=("ray", "virtual"), default="ray", help="real processes, or simulated ones")
     parser.add_argument("--cluster", default="published", help="what --engine virtual simulates")
     parser.add_argument("--address", help="of a Ray cluster")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what workers compute with")
     parser.add_argument("--out", type=Path, help="by default studies/PART-SCALE-ENGINE")
     parser.add_argument("script_options", nargs="*", help="for train.py, after --, as --momentum 0.9 --reduction mean")
     return parser.parse_intermixed_args()  # the script's options stand after those of this command
@@ -109,6 +111,8 @@ def main() -> None:
     options += ["--after-target", args.after_target] * (args.after_target != "stop")
     if args.max_time:
         options += ["--max-time", args.max_time]
+    if args.device != "auto":
+        options += ["--device", args.device]
     if args.address:
         options += ["--address", args.address]
     out = args.out or Path("studies") / f"{args.part}-{args.scale}-{args.engine}"

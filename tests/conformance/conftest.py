@@ -8,7 +8,7 @@ import pytest
 
 from tests.conformance.rows import ROWS, Row, When
 
-ON_VIRTUAL = "tests.conformance.test_on_virtual"
+ALL_ROWS = ("tests.conformance.test_on_virtual", "tests.conformance.test_on_gpu", "tests.conformance.test_over_nccl")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -19,7 +19,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("every_row")
     if mark is None:
         return
-    is_virtual = metafunc.module.__name__ == ON_VIRTUAL
+    is_virtual = metafunc.module.__name__ in ALL_ROWS
     rows = [row for row in ROWS if row.is_deterministic or not mark.kwargs.get("is_deterministic")]
     metafunc.parametrize("row", [_case(row, when) for row in rows if (when := _when(row, is_virtual)) != "never"])
 

@@ -7,6 +7,7 @@ of this process. `run` has the arguments of `paceline.run`, and its worlds are m
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import traceback
@@ -17,10 +18,12 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective, Store
+from paceline.comm.process_group.collective import connect_nccl
 from paceline.comm.servers.service import ParameterService
 from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.shared_memory.block import BlockAddress
@@ -60,7 +63,7 @@ def run(
     servers_are_local: bool | Collection[int] = True,
     **settings: Any,
 ) -> Result:
-    """As `paceline.run`, for functions that can be pickled.
+    """As `paceline.run`, for functions that can be pickled. On `device="cuda"` workers share a GPU and meet over NCCL.
 
     Args:
         servers_are_local: false: tensors go through the servers' sockets, as from another host; ranks: of all others.
@@ -238,7 +241,11 @@ def _work(
     world: World | None = None
     ends: list[Any] = []
     try:
-        collective = _collective(rank, size, addresses, control, config.deadline_s)
+        device = torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu")
+        if device.type == "cuda" and size > 1:
+            collective = _over_nccl(rank, size, out, device, config.deadline_s)
+        else:
+            collective = _over_shared_memory(rank, size, addresses, control, config.deadline_s)
         ends.append(collective)
 
         def store_of(number: int) -> Store:
@@ -266,7 +273,7 @@ def _work(
             Membership.first(size),
             rank,
             size,
-            torch.device("cpu"),
+            device,
             collective,
             store=store_of(0) if servers else None,
             store_beside=store_of if servers else None,
@@ -290,7 +297,16 @@ def _work(
         connection.send(("ended", records, error))
 
 
-def _collective(rank: int, size: int, addresses: Sequence[BlockAddress], control: Any, deadline_s: float) -> Collective:
+def _over_nccl(rank: int, size: int, out: Path, device: torch.device, deadline_s: float) -> Collective:
+    """NCCL takes two ranks with one GPU if they seem to be on two hosts."""
+    os.environ["NCCL_HOSTID"] = f"host-{rank}"
+    store = dist.FileStore(str(out / "meeting-point"), size)
+    return connect_nccl(store, rank=rank, size=size, device=device, address="127.0.0.1", deadline_s=deadline_s)
+
+
+def _over_shared_memory(
+    rank: int, size: int, addresses: Sequence[BlockAddress], control: Any, deadline_s: float
+) -> Collective:
     if size == 1:
         return AloneCollective()
     return SharedMemoryCollective(rank=rank, addresses=addresses, control=control, deadline_s=deadline_s)

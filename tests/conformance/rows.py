@@ -260,12 +260,12 @@ every_deterministic_row = pytest.mark.every_row(is_deterministic=True)
 
 def launched(script: Callable[..., Any], out: Path, *, turns: int = 1) -> None:
     worker = paceline.init()
-    script(worker if turns == 1 else InTurns(worker, turns), out)
+    script(worker if turns == 1 and worker.device.type == "cpu" else Guided(worker, turns), out)
 
 
 @final
-class InTurns:
-    """A worker whose script sees so many passes over a loader as one, as the checks count on."""
+class Guided:
+    """A worker whose script sees so many passes over a loader as one, as the checks count on, with batches on a GPU."""
 
     def __init__(self, worker: Worker, turns: int) -> None:
         self._worker, self._turns = worker, turns
@@ -277,19 +277,21 @@ class InTurns:
         prepared = self._worker.prepare(*given, **named)
         session = self._worker._session
         return tuple(
-            _Chained(each, self._turns, session) if isinstance(each, ShardedLoader) else each for each in prepared
+            _Chained(each, self._turns, session, self._worker.device) if isinstance(each, ShardedLoader) else each
+            for each in prepared
         )
 
 
 @final
 class _Chained:
-    def __init__(self, loader: ShardedLoader, turns: int, session: Session) -> None:
-        self._loader, self._turns, self._session = loader, turns, session
+    def __init__(self, loader: ShardedLoader, turns: int, session: Session, device: torch.device) -> None:
+        self._loader, self._turns, self._session, self._device = loader, turns, session, device
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(self._turns):
             has_ended = self._session.run.has_ended
-            yield from self._loader
+            for batch in self._loader:
+                yield [tensor.to(self._device) for tensor in batch]
             if has_ended:
                 return
 
@@ -343,8 +345,8 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def flat(model: nn.Module) -> Tensor:
-    """All parameters as one vector, detached."""
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    """All parameters as one vector, detached, in the host's memory."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).cpu()
 
 
 def checksum(state: Mapping[str, Tensor]) -> float:
@@ -357,7 +359,7 @@ def keep(out: Path, name: str, value: Any) -> None:
 
 
 def kept(out: Path, name: str) -> Any:
-    return torch.load(out / f"{name}.kept", weights_only=True)
+    return torch.load(out / f"{name}.kept", weights_only=True, map_location="cpu")
 
 
 def train(worker: Worker, out: Path, *, num_epochs: int = 4) -> None:

@@ -17,8 +17,7 @@ from paceline.training.worker import Worker
 from tests.conformance.rows import loader_of, network, problem
 from tests.conformance.virtual_cluster import cluster_of, run
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 every_strategy = pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "ps-asp"])
 
 CLUSTER = cluster_of(gbit_per_s=0.01, distribution="exponential")
@@ -77,7 +76,7 @@ def train_plainly(worker: Worker, out: Path) -> None:
         optimizer.step()
 
 
-@needs_gpu
+@pytest.mark.gpu
 @every_strategy
 def test_a_gpu_gives_what_cores_give(strategy: str, tmp_path: Path) -> None:
     """Times to the bit, and parameters but for rounding."""

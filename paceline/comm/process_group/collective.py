@@ -84,15 +84,19 @@ class TorchCollective(ByteCollective):
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
-        """As `Collective.all_reduce`. Raises TypeError if the tensor is on another device, or of a dtype that cannot be
-        reduced."""
+        """As `Collective.all_reduce`; a tensor elsewhere is staged through a copy. Raises TypeError if its dtype
+        cannot be reduced."""
         require_reducible(op, tensor.dtype)
-        if tensor.device.type != self.device.type:
-            raise TypeError(f"this collective reduces tensors on {self.device.type}, not on {tensor.device}")
         tensor = tensor.detach()
-        wire = to_wire(tensor, op)
+        here = tensor.to(self.device)
+        wire = to_wire(here, op)
         options = options_for(op, tensor.dtype)
-        finish = functools.partial(from_wire, wire, tensor, op, size=self.size)
+
+        def finish() -> None:
+            from_wire(wire, here, op, size=self.size)
+            if here is not tensor:
+                tensor.copy_(here)
+
         num_bytes = 2 * (self.size - 1) * wire.nbytes // self.size
         return self._calls.submit(
             _all_reduce_of(op, tensor.dtype, tensor.numel()),

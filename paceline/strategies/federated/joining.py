@@ -93,7 +93,8 @@ class Joining:
                 total.add_(tensor, alpha=contribution.weight)
         else:
             self._held.append(contribution)
-        self._tally += torch.tensor([contribution.weight, 1.0, 0.0], dtype=torch.float64)
+        self._tally[0] += contribution.weight
+        self._tally[1] += 1
 
     def join(self, *, round_number: int, leaves: bool) -> Joined:
         """Over all workers. Collective call.

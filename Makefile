@@ -8,9 +8,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 DOCS_STAMP := $(VENV)/.complete-docs
 FRAMEWORKS_STAMP := $(VENV)/.complete-frameworks
-# More tests at a time than cores: much of a test of processes is waiting for them to start. Slow ones start more of them.
+# More tests at a time than cores: much of a test of processes is waiting for them to start.
 PARALLEL := -n 3 --dist worksteal
-PARALLEL_SLOW := -n 2 --dist worksteal
 
 .PHONY: demo test test-slow test-gpu lint docs results clean
 .DELETE_ON_ERROR:
@@ -23,7 +22,7 @@ test: $(STAMP)
 
 # What `make test` leaves out, and properties with many more examples.
 test-slow: $(FRAMEWORKS_STAMP)
-	$(BIN)/python -m pytest $(PARALLEL_SLOW) -m "slow or hypothesis" --hypothesis-profile thorough --durations 30 --durations-min 20
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow or hypothesis" --hypothesis-profile thorough --durations 30 --durations-min 20
 
 # On a machine with a GPU and a torch that sees it, which the constraints file's does not.
 test-gpu: $(STAMP)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
+from typing import Any
 
 # There is one such server in a process, whoever asks for it: the list is everybody's. torch._dynamo is what the first
 # optimizer would load otherwise, in most of a second.
@@ -34,5 +37,10 @@ def having_loaded(*modules: str) -> Iterator[None]:
 
 
 def _begin_anew(modules: list[str]) -> None:
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # the next process starts another
+    """The next process starts another server. A process that some test left may hold the line by whose end the old one
+    would know that it is to end, so it is told."""
+    server: Any = vars(forkserver)["_forkserver"]
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGTERM)
+    server._stop()
     FORKS.set_forkserver_preload(modules)

@@ -33,10 +33,10 @@ def test_doctor_of_a_cluster_that_is_not_there(start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_demo(start, tmp_path: Path) -> None:
     command = start("demo", "--out", tmp_path / "demo", COLUMNS="80")
-    output = command.wait(timeout_s=540)
+    output = command.wait(timeout_s=840)
     assert command.status == 0, output
     ended = re.findall(r"^\d/6 (\S+) x (\d) seed 0: accuracy (\d\.\d+) after \S+ s", output, re.MULTILINE)
     strategies = ("all-reduce", "ps-bsp", "ps-asp")

@@ -12,95 +12,37 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import RunFailed, UsageError
 from paceline.nn import ShardedEmbedding
-from paceline.planner.observing import observe
 from paceline.running.result import Result
 from paceline.server.tables.hashing import normal
-from paceline.strategies import build
-from paceline.training.pauses import MODEL_FILE
-from paceline.training.row_tables import ROWS_FILE
-from paceline.training.snapshot import read_model_file
 from paceline.training.worker import Worker
-from tests.conformance import local_engine, virtual_engine
+from tests.conformance import virtual_engine
+from tests.conformance.factors import (
+    BATCH,
+    DIM,
+    ENGINES,
+    HYBRID,
+    NUM_ITEMS,
+    NUM_STEPS,
+    SLOW,
+    UNTOUCHED,
+    USERS,
+    Factors,
+    assert_same_rows,
+    evaluate,
+    loss_of,
+    ratings,
+    rows_of,
+    step,
+    tables,
+    train,
+)
 from tests.conformance.reference import Reference
 from tests.conformance.rows import keep, kept, launched
-
-NUM_USERS, NUM_ITEMS, DIM, BATCH = 2**40, 30, 4, 6
-SLOW = pytest.mark.slow
-ENGINES = [
-    pytest.param(local_engine.run, id="processes", marks=SLOW),
-    pytest.param(virtual_engine.run, id="virtual"),
-]
-USERS = torch.tensor([3, 2**40 - 1, 2**33 + 5, 10, 11, 12, 77, 2**20])
-"""Those who come up, of all that there might be."""
-NUM_STEPS = 20
-HYBRID = "all-reduce:rows=asp"
-
-
-def ratings() -> TensorDataset:
-    generator = torch.Generator().manual_seed(3)
-    users = torch.randint(0, len(USERS), (NUM_STEPS * 2 * BATCH + 5,), generator=generator)
-    items = torch.randint(0, NUM_ITEMS // 2, users.shape, generator=generator)
-    return TensorDataset(users, items, torch.randn(users.shape, generator=generator, dtype=torch.float64))
-
-
-class Factors(nn.Module):
-    """Matrix factorisation, with a bias that is a parameter. `users` and `items` are tables, or plain embeddings."""
-
-    def __init__(self, users: nn.Module, items: nn.Module) -> None:
-        super().__init__()
-        self.users, self.items = users, items
-        self.bias = nn.Parameter(torch.zeros(24, dtype=torch.float64))  # some for each of three servers
-
-    def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        product: Tensor = (self.users(users) * self.items(items)).sum(dim=-1)
-        return product + self.bias.mean()
-
-
-def tables(optimizer: str) -> Factors:
-    torch.manual_seed(5)
-    users = ShardedEmbedding(NUM_USERS, DIM, optimizer=optimizer, name="users", dtype=torch.float64)
-    items = ShardedEmbedding(NUM_ITEMS, DIM, optimizer=optimizer, name="items", std=0.5, dtype=torch.float64)
-    return Factors(users, items)
-
-
-UNTOUCHED = 999
-
-
-def evaluate(model: Any) -> dict[str, float]:
-    users, items, wanted = ratings().tensors
-    assert model.users(torch.empty(2, 0, dtype=torch.int64)).shape == (2, 0, DIM)
-    error = (model(USERS[users], items) - wanted).square().mean()
-    return {"error": float(error), "untouched": float(model.users(torch.tensor([UNTOUCHED])).sum())}
-
-
-def loss_of(model: Any, batch: Any) -> Tensor:
-    users, items, wanted = batch
-    loss: Tensor = (model(USERS[users], items) - wanted).square().mean()
-    return loss
-
-
-def step(model: Any, updater: Any, batch: Any) -> None:
-    updater.zero_grad()
-    loss_of(model, batch).backward()
-    updater.step()
-
-
-def train(worker: Worker, out: Path, *, optimizer: str = "adagrad:lr=0.3", fails_at: int | None = None) -> None:
-    model: Any = tables(optimizer)
-    loader: Any = DataLoader(ratings(), batch_size=BATCH, shuffle=True)
-    model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-
-    worker.evaluation(evaluate)
-    for number, batch in enumerate(loader):
-        step(model, updater, batch)
-        if number == fails_at:
-            raise RuntimeError("scripted failure")
-    keep(out, f"bias-{worker.rank}", model.bias.detach())
 
 
 def train_plain(num_workers: int, optimizer: Callable[[Any], torch.optim.Optimizer]) -> Factors:
@@ -129,16 +71,6 @@ TWINS = {
     "adagrad:lr=0.3": partial(torch.optim.Adagrad, lr=0.3),
     "adam:lr=0.05": partial(torch.optim.SparseAdam, lr=0.05),
 }
-
-
-def rows_of(out: Path) -> dict[str, Tensor]:
-    return read_model_file(out / "run" / ROWS_FILE)
-
-
-def assert_same_rows(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(other[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("run", ENGINES)
@@ -267,102 +199,6 @@ def read_many(worker: Worker, out: Path) -> None:
         updater.step()
 
 
-@pytest.mark.parametrize("run", ENGINES)
-@pytest.mark.parametrize(
-    ("key", "error"),
-    [
-        (-1, "table 'users' has rows 0 to 1099511627775, and none of key -1"),
-        (2**40, "none of key 1099511627776"),
-        (2.5, "table 'users': keys are whole numbers, and these are torch.float"),
-    ],
-)
-def test_keys_that_are_none(run: Any, key: float, error: str, tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match=error):
-        run(partial(launched, partial(misuse, key=key), tmp_path), strategy="ps-bsp", workers=2, out=tmp_path / "run")
-
-
-@pytest.mark.parametrize("run", ENGINES)
-@pytest.mark.parametrize("strategy", ["single", "ps-bsp", "ps-asp", f"{HYBRID}:servers=1"])
-def test_gradients_that_are_not_finite(run: Any, strategy: str, tmp_path: Path) -> None:
-    script = partial(launched, partial(misuse, factor=float("nan")), tmp_path)
-    with pytest.raises(RunFailed, match="the gradient of parameter 'row 12 of table users' on rank 0 is not finite"):
-        run(script, strategy=strategy, workers=1, out=tmp_path / "run")
-
-
-def misuse(worker: Worker, out: Path, *, key: float = 12, factor: float = 1.0, only_on: int | None = None) -> None:
-    model: Any = tables("sgd")
-    loader: Any = DataLoader(ratings(), batch_size=BATCH)
-    if only_on in (None, worker.rank):
-        model.users.register_forward_hook(lambda module, keys, rows: rows * factor)  # the bias' gradient is finite
-    model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    for _ in loader:
-        model(torch.tensor([key]), torch.tensor([0])).sum().backward()
-        updater.step()
-        updater.zero_grad()
-
-
-@pytest.mark.parametrize("nonfinite", ["skip", "allow"])
-@pytest.mark.parametrize("strategy", ["ps-bsp", f"{HYBRID}:servers=2"])
-def test_what_becomes_of_a_step_with_a_row_that_is_not_finite(strategy: str, nonfinite: str, tmp_path: Path) -> None:
-    """On all workers it is left out whole, or refused by the table, which takes none."""
-    script = partial(launched, partial(misuse, factor=float("inf"), only_on=1), tmp_path)
-    run = partial(virtual_engine.run, script, strategy=strategy, workers=2, out=tmp_path / "run")
-    if nonfinite == "allow":
-        with pytest.raises(RunFailed, match="table 'users': the gradient of key 12 is not finite"):
-            run(options={"nonfinite": nonfinite})
-        return
-    run(options={"nonfinite": nonfinite}, max_steps=5)
-    assert rows_of(tmp_path)["users.keys"].tolist() == []
-    assert not read_model_file(tmp_path / "run" / MODEL_FILE)["bias"].any()
-
-
-@pytest.mark.parametrize("strategy", ["all-reduce", "async-diloco", pytest.param("gossip", marks=SLOW)])
-def test_strategies_without_a_place_for_rows_refuse_them(strategy: str, tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="ps-asp, all-reduce with servers=1 or more, or single with one worker"):
-        virtual_engine.run(partial(launched, train, tmp_path), strategy=strategy, workers=2, out=tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "error"),
-    [
-        ("all-reduce:rows=asp", "rows=asp has no effect without servers=N"),
-        ("all-reduce:table_dir=/tmp", "table_dir=/tmp has no effect without servers=N"),
-        ("all-reduce:servers=-1", "servers must be at least 0"),
-        ("all-reduce:servers=1:rows=ssp", "rows must be"),
-        ("all-reduce:servers=1:aggregate=median", "aggregate=median does not join the rows"),
-    ],
-)
-def test_options_of_rows_that_make_no_sense(strategy: str, error: str) -> None:
-    with pytest.raises(UsageError, match=error):
-        build(strategy)
-
-
-def test_servers_for_rows_of_which_there_are_none(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="servers hold the rows of tables here, and the model has no ShardedEmbedding"):
-        virtual_engine.run(
-            partial(launched, without_tables, tmp_path),
-            strategy="all-reduce:servers=1",
-            workers=2,
-            out=tmp_path / "run",
-        )
-
-
-def without_tables(worker: Worker, out: Path) -> None:
-    model = nn.Linear(1, 1)
-    worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(ratings(), batch_size=BATCH))
-
-
-def test_an_aggregate_that_rows_do_not_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="aggregate=median does not join the rows"):
-        virtual_engine.run(
-            partial(launched, train, tmp_path),
-            strategy="ps-bsp",
-            workers=3,
-            options={"aggregate": "median"},
-            out=tmp_path / "run",
-        )
-
-
 @SLOW
 @pytest.mark.parametrize("strategy", ["ps-bsp", "all-reduce:servers=1"])
 def test_gradients_add_up_until_the_step_and_go_with_zero_grad(strategy: str, tmp_path: Path) -> None:
@@ -446,38 +282,6 @@ def copy_model(worker: Worker, out: Path) -> None:
         torch.save(model, out / "model.pt")
     with pytest.raises(UsageError, match="table 'users': the servers update its rows"):
         model.users.update()
-
-
-@pytest.mark.parametrize(
-    ("script", "error"),
-    [
-        ("same_names", "two tables are called 'users'"),
-        ("own_seed", "the list of the model's tables differs"),
-    ],
-)
-def test_tables_that_cannot_be_told_apart_or_differ(script: str, error: str, tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match=error):
-        virtual_engine.run(
-            partial(launched, globals()[script], tmp_path), strategy="ps-bsp", workers=2, out=tmp_path / "run"
-        )
-
-
-def same_names(worker: Worker, out: Path) -> None:
-    users, items = (ShardedEmbedding(9, DIM, optimizer="sgd", name="users") for _ in range(2))
-    model = Factors(users, items)
-    worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(ratings()))
-
-
-def own_seed(worker: Worker, out: Path) -> None:
-    torch.manual_seed(worker.rank)
-    table = ShardedEmbedding(9, DIM, optimizer="sgd", name="users")
-    model = Factors(table, nn.Embedding(1, 1))
-    worker.prepare(model, torch.optim.SGD([model.bias], lr=0.1), DataLoader(ratings()))
-
-
-def test_a_plan_does_not_pass_over_rows(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="plans do not know what the rows of a ShardedEmbedding cost"):
-        observe(partial(launched, train, tmp_path))
 
 
 @pytest.mark.parametrize("separator", ["::", "\t", ","])

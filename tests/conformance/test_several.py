@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,158 +14,17 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-import paceline
-from paceline.checkpoint import FILE_NAME, Checkpoint
-from paceline.data import Dataset, Split, load
 from paceline.errors import RunFailed
-from paceline.strategies import STRATEGIES, build
-from tests.conformance import local_engine, virtual_engine
+from tests.conformance.gan_script import train_gan
 from tests.conformance.reference import train_alone
 from tests.conformance.scripts import EXACT, assert_close
-
-_SPEC = importlib.util.spec_from_file_location("gan", Path(__file__).parents[2] / "recipes" / "gan.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-gan = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(gan)
-
-ENGINES = {"local": local_engine, "virtual": virtual_engine}
-OWN_NAMES = [
-    name for name, entry in STRATEGIES.items() if not entry.is_another_name and not build(name).traits.by_script
-]
-HAVE_CLIENTS = [name for name in OWN_NAMES if build(name).participation() is not None]
-TAKE_ONE = ["async-diloco"]
-"""Optimizer."""
-
-
-@pytest.fixture(autouse=True)
-def in_double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def some_digits() -> Dataset:
-    digits = load("digits")
-    train, test = (
-        Split(split.images[:count], split.labels[:count], split.mean.double(), split.std.double())
-        for split, count in ((digits.train, 50), (digits.test, 32))
-    )
-    return Dataset("digits", _Double(train), _Double(test), digits.num_classes, digits.shape)  # type: ignore[arg-type]
-
-
-class _Double(TensorDataset):
-    """A split whose images are float64."""
-
-    def __init__(self, split: Split) -> None:
-        images, labels = split[:]
-        super().__init__(images.double(), labels)
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        return self[torch.tensor(indices)]
-
-
-def train_gan(worker: Any, *, epochs: int = 3) -> nn.Module:
-    torch.set_default_dtype(torch.float64)
-    args = gan.parse_arguments([])
-    args = argparse.Namespace(**{**vars(args), "latent": 4, "width": 2, "batch_size": 4, "epochs": epochs})
-    models = dict(zip(("generator", "discriminator"), gan.train(worker, some_digits(), args), strict=True))
-    return nn.ModuleDict(models)
-
-
-def launched(script: Any) -> None:
-    script(paceline.init())
-
-
-def run(engine: str, script: Any, out: Path, strategy: str, workers: int = 2, **settings: Any) -> Any:
-    return ENGINES[engine].run(partial(launched, script), strategy=strategy, workers=workers, out=out, **settings)
-
-
-# --- the recipe -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(
-    ("strategy", "options"), [("all-reduce", {}), ("ring", {}), ("ps-bsp", {}), ("ps-bsp", {"servers": 2})]
+from tests.conformance.several_runs import (
+    ENGINES,
+    TAKE_ONE,
+    TWO_CLIENTS,
+    in_double_precision,  # noqa: F401 - for every test
+    run,
 )
-def test_gan_equals_one_process(engine: str, strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
-    result = run(engine, train_gan, tmp_path, strategy, options=options, eval_every=5)
-    assert result.iteration == 3 * (50 // 8)
-    assert [evaluation.iteration for evaluation in result.evaluations] == [0, 5, 10, 15, 18]
-    assert_close(result.model_state(), train_alone(train_gan, 2), EXACT)
-
-
-def assert_learns(result: Any, *, falls_to: float = 0.95) -> None:
-    """The discriminator tells what is real, and the generator's images change."""
-    losses = [record.value for record in result.logged if record.name == "loss_d"]
-    assert sum(losses[-8:]) < falls_to * sum(losses[:8])
-    assert result.metrics["distance"] != result.evaluations[0].metrics["distance"]
-
-
-@pytest.mark.parametrize("strategy", [name for name in OWN_NAMES if name not in HAVE_CLIENTS + TAKE_ONE])
-def test_gan_trains_under_every_strategy(strategy: str, tmp_path: Path) -> None:
-    workers = 1 if strategy == "single" else 2
-    result = run("virtual", partial(train_gan, epochs=8), tmp_path, strategy, workers, eval_every=7, checkpoint_every=9)
-    assert_learns(result)
-    assert {name.split(".")[0] for name in result.model_state()} == {"generator", "discriminator"}
-
-
-TWO_CLIENTS = {"clients": 2, "fraction": 1.0}
-
-
-@pytest.mark.parametrize("strategy", [name for name in HAVE_CLIENTS if name not in ("fed-bn", "dp-fed-avg")])
-def test_gan_trains_where_clients_take_turns(strategy: str, tmp_path: Path) -> None:
-    options = TWO_CLIENTS | ({"private": "generator.3,discriminator.0"} if strategy == "fed-rep" else {})
-    result = run("virtual", partial(train_gan, epochs=12), tmp_path, strategy, options=options, eval_every=4)
-    assert_learns(result, falls_to=0.98)
-    assert {name.split(".")[0] for name in result.model_state()} == {"generator", "discriminator"}
-    assert result.iteration == 12
-
-
-def test_gan_without_layers_that_clients_could_keep(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="private=norm: the model has no layer 'norm'; it has generator"):
-        run("virtual", train_gan, tmp_path, "fed-bn", options=TWO_CLIENTS)
-
-
-def test_gan_under_a_privacy_that_knows_one_optimizer(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="privacy is accounted for one optimizer, and several were prepared"):
-        run("virtual", train_gan, tmp_path, "dp-fed-avg", options=TWO_CLIENTS)
-
-
-@pytest.mark.parametrize("strategy", ["ps-ssp", "ps-asp"])
-def test_gan_trains_with_real_servers(strategy: str, tmp_path: Path) -> None:
-    result = run("local", partial(train_gan, epochs=8), tmp_path, strategy, workers=3, eval_every=7)
-    assert_learns(result)
-    first = [update.iteration for update in result.updates]
-    assert len(first) == len(set(first)) == result.iteration == sum(1 for _ in result.steps)
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here")
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
-def test_gan_on_ray(strategy: str, tmp_path: Path) -> None:
-    result = paceline.run(partial(launched, train_gan), strategy=strategy, workers=2, out=tmp_path / "run")
-    assert_close(result.model_state(), train_alone(train_gan, 2), EXACT)
-
-
-@pytest.mark.parametrize(
-    ("engine", "strategy"),
-    [("local", "all-reduce"), ("local", "ps-bsp"), ("virtual", "all-reduce"), ("virtual", "ps-bsp")],
-)
-def test_gan_resumes_in_mid_run(engine: str, strategy: str, tmp_path: Path) -> None:
-    run(engine, train_gan, tmp_path / "begun", strategy, max_steps=8)
-    run(engine, train_gan, tmp_path / "resumed", strategy, resume=tmp_path / "begun")
-    run(engine, train_gan, tmp_path / "whole", strategy)
-    resumed, whole = (
-        Checkpoint.decode((tmp_path / name / FILE_NAME).read_bytes(), where="") for name in ("resumed", "whole")
-    )
-    assert whole.optimizers == ["optimizer_g", "optimizer_d"]
-    assert int(whole.optimizer["optimizer_d.iteration"]) == 18
-    for kind in ("model", "optimizer"):
-        for name, tensor in getattr(whole, kind).items():
-            assert torch.equal(getattr(resumed, kind)[name], tensor), name
-
 
 # --- other scripts --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import pytest
 from tests.horovod.world import HorovodWorld
 
 SIZE = 3
+EVERYBODY = tuple(range(SIZE))
 
 
 @pytest.fixture(scope="package")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.horovod import programs
-from tests.horovod.conftest import SIZE
+from tests.horovod.conftest import EVERYBODY
 from tests.horovod.programs import Call
 from tests.horovod.world import HorovodWorld
-
-EVERYBODY = tuple(range(SIZE))
 
 
 def assert_right(found: list[list[torch.Tensor]], calls: list[Call], *, last: int | None = None) -> None:
@@ -169,143 +166,6 @@ def _refused_adasum(rank: int) -> str:
     return ""
 
 
-def test_a_dead_rank_ends_every_wait(tmp_path: Any) -> None:
-    with HorovodWorld(2, tmp_path) as pair:
-        pair.run(_init)
-        pair.start(_reduce_for_ever)
-        pair.kill(1)
-        assert "HorovodInternalError" in pair.result(0, within_s=60.0)
-
-
-def _init(rank: int) -> None:
-    import paceline.horovod.torch as hvd
-
-    hvd.init()
-
-
-def _reduce_for_ever(rank: int) -> str:
-    import paceline.horovod.torch as hvd
-
-    try:
-        for number in itertools.count():
-            hvd.allreduce(torch.ones(4), name=f"tensor {number % 10}")
-    except hvd.HorovodInternalError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_shutdown_and_init_again_and_again(world: HorovodWorld) -> None:
-    for results in world.run(_come_and_go):
-        assert results == [3.0] * 5
-
-
-def _come_and_go(rank: int) -> list[float]:
-    import paceline.horovod.torch as hvd
-
-    results = []
-    for _ in range(5):
-        hvd.init()
-        results.append(float(hvd.allreduce(torch.ones(()).view(1), op=hvd.Sum)))
-        hvd.shutdown()
-        assert not hvd.is_initialized()
-    hvd.init()
-    return results
-
-
-def test_distributed_optimizer_equals_one_process_with_all_batches(world: HorovodWorld) -> None:
-    for about in (
-        {},
-        {"groups": 2},
-        {"backward_passes_per_step": 2},
-        {"gradient_predivide_factor": 2.0},
-        {"is_closed": True},
-    ):
-        found = world.run(_train, about)
-        alone = _train_alone(about.get("backward_passes_per_step", 1))
-        for state in found:
-            for name, tensor in alone.items():
-                torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6, msg=f"{name} with {about}")
-
-
-def _model() -> torch.nn.Module:
-    torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-
-
-def _batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step * 10 + rank)
-    return torch.randn(6, 4, generator=generator), torch.randn(6, 2, generator=generator)
-
-
-def _loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
-def _train(rank: int, about: dict[str, Any]) -> dict[str, torch.Tensor]:
-    import paceline.horovod.torch as hvd
-
-    hvd.init()
-    about = dict(about)
-    has_closure = about.pop("is_closed", False)
-    model = _model()
-    if rank:
-        torch.nn.init.zeros_(model[0].weight)
-    own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(own, 2, gamma=0.5)
-    optimizer = hvd.DistributedOptimizer(own, named_parameters=model.named_parameters(), **about)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    passes = about.get("backward_passes_per_step", 1)
-    for step in range(4):
-        optimizer.zero_grad()
-        for number in range(passes):
-            loss = _loss(model, _batch(step * passes + number, rank)) / passes
-            loss.backward()
-        if has_closure:
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        else:
-            optimizer.step()
-        schedule.step()
-    return model.state_dict()
-
-
-def _train_alone(passes: int) -> dict[str, torch.Tensor]:
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    for step in range(4):
-        optimizer.zero_grad()
-        for number, rank in itertools.product(range(passes), EVERYBODY):
-            (_loss(model, _batch(step * passes + number, rank)) / passes / SIZE).backward()
-        optimizer.step()
-        schedule.step()
-    return model.state_dict()
-
-
-def test_batch_norm_over_all_ranks_equals_one_process(world: HorovodWorld) -> None:
-    whole = torch.cat([_batch(0, rank)[0] for rank in EVERYBODY]).requires_grad_()
-    alone = torch.nn.BatchNorm1d(4)
-    alone(whole).square().sum().backward()
-    assert whole.grad is not None
-    for rank, (gradient, mean, variance) in enumerate(world.run(_normalise)):
-        torch.testing.assert_close(gradient, whole.grad[rank * 6 : rank * 6 + 6], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(mean, alone.running_mean)
-        torch.testing.assert_close(variance, alone.running_var)
-
-
-def _normalise(rank: int) -> tuple[Any, ...]:
-    import paceline.horovod.torch as hvd
-
-    hvd.init()
-    layer = hvd.SyncBatchNorm(4)
-    inputs = _batch(0, rank)[0].requires_grad_()
-    layer(inputs).square().sum().backward()
-    return inputs.grad, layer.running_mean, layer.running_var
-
-
 def test_objects_travel_and_code_does_not_between_hosts(world: HorovodWorld) -> None:
     for found, gathered in world.run(_objects):
         assert found == {"rank": 1, "set": {1, 2}}
@@ -338,109 +198,3 @@ def _draw_timeline(rank: int, file: str) -> None:
     hvd.allreduce(torch.ones(3), name="drawn")
     hvd.barrier()
     hvd.stop_timeline()
-
-
-def test_what_fails_in_the_middle_ends_for_all_who_wait(world: HorovodWorld, tmp_path: Any) -> None:
-    for said in world.run(_refused_averages):
-        assert "truth values have no average" in said
-    with HorovodWorld(2, tmp_path) as pair:
-        for said in pair.run(_fail_in_the_middle):
-            assert said == ["HorovodInternalError", "HorovodInternalError"]
-
-
-def _refused_averages(rank: int) -> str:
-    import paceline.horovod.torch as hvd
-
-    hvd.init()
-    try:
-        hvd.allreduce(torch.tensor([True]))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _fail_in_the_middle(rank: int) -> list[str]:
-    """The executor raises in a batch; what was asked for beside it must end as well."""
-    import paceline.horovod.torch as hvd
-    from paceline.horovod.runtime import GLOBAL, runtime
-
-    hvd.init()
-
-    def fail(batch: Any, operations: Any) -> None:
-        raise OSError("no memory left")
-
-    runtime().channel(GLOBAL)._executor.run = fail  # type: ignore[method-assign]
-    handles = [hvd.allreduce_async(torch.ones(2), name=name) for name in "ab"]
-    said = []
-    for handle in handles:
-        try:
-            hvd.synchronize(handle)
-        except hvd.HorovodInternalError as error:
-            said.append(type(error).__name__)
-    return said
-
-
-def test_who_has_not_asked_is_named_in_a_warning(tmp_path: Any) -> None:
-    with HorovodWorld(2, tmp_path) as pair:
-        warned, _ = pair.run(_stall)
-        assert "'allreduce.late' for" in warned
-        assert "another rank, which has asked for nothing," in warned
-
-
-def _stall(rank: int) -> str:
-    import os
-    import time
-    import warnings
-
-    os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "0.3"
-    import paceline.horovod.torch as hvd
-
-    hvd.init()
-    hvd.barrier()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if rank:
-            time.sleep(1.0)
-        hvd.allreduce(torch.ones(2), name="late")
-    return " ".join(str(each.message) for each in caught)
-
-
-def test_a_stall_ends_everything_where_that_is_asked_for(tmp_path: Any) -> None:
-    with HorovodWorld(2, tmp_path) as pair:
-        for said in pair.run(_stall_for_ever):
-            assert "operations have waited for longer than 0.5 s: 'allreduce." in said
-            assert "did not ask for it" in said
-
-
-def _stall_for_ever(rank: int) -> str:
-    """Ranks wait for different things, so that both know who is missing."""
-    import os
-
-    os.environ |= {"HOROVOD_STALL_CHECK_TIME_SECONDS": "60", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0.5"}
-    import paceline.horovod.torch as hvd
-
-    hvd.init()
-    try:
-        hvd.allreduce(torch.ones(2), name=f"only on {rank}")
-    except hvd.HorovodInternalError as error:
-        return str(error)
-    return ""
-
-
-def test_sparse_gradients_are_refused_in_groups(world: HorovodWorld) -> None:
-    for said in world.run(_sparse_in_a_group):
-        assert "sparse ones are not reduced in groups" in said
-
-
-def _sparse_in_a_group(rank: int) -> str:
-    import paceline.horovod.torch as hvd
-
-    hvd.init()
-    model = torch.nn.Sequential(torch.nn.Embedding(4, 3, sparse=True), torch.nn.Linear(3, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), groups=1)
-    try:
-        model(torch.tensor([1, 2])).sum().backward()
-    except ValueError as error:
-        return str(error)
-    return ""

@@ -19,7 +19,7 @@ from paceline.outer import Nesterov
 from paceline.strategies import build
 from paceline.strategies.base import Synchronizer
 from paceline.strategies.local_updates import LocalUpdates
-from tests.unit.test_local_updates import run_alone, shared_after
+from tests.unit.local_rounds import run_alone, shared_after
 
 SHAPES: Sequence[Shape] = ((64, 32), (1024,))
 

@@ -87,7 +87,7 @@ def test_a_command_that_fails_or_tells_nothing_leaves_its_page(results: ModuleTy
 
 
 def test_predictions_are_judged_on_cells_that_nothing_was_fitted_to(imported: Any) -> None:
-    prediction = imported("prediction")
+    prediction = imported("prediction_cells")
     cells = prediction.held_out()
     assert {cell.workload for cell in cells} == {"sleep", "compute"}
     assert {cell.num_hosts for cell in cells}.isdisjoint(prediction.FITTED_HOSTS)

@@ -14,7 +14,7 @@ from paceline.errors import NonFiniteGradient, UsageError
 from paceline.strategies import build, name_of
 from paceline.strategies.base import Synchronizer
 from paceline.strategies.local_updates import LocalUpdates
-from tests.unit.test_local_updates import (
+from tests.unit.local_rounds import (
     Quadratic,
     flat,
     network,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,59 +12,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Optimizer
 
-from paceline.comm.base import Collective
 from paceline.errors import NonFiniteGradient, UsageError
-from paceline.membership import Membership
 from paceline.outer import Average, Momentum, Nesterov, OfTorch, dealt_out
 from paceline.schedule import Rounds
 from paceline.strategies import build, name_of, settings_of
-from paceline.strategies.base import Context, Strategy, Synchronizer
+from paceline.strategies.base import Synchronizer
 from paceline.strategies.local_updates import LocalUpdates
-from paceline.strategies.replica import describe
-from tests.unit.virtual_world import VirtualWorld
+from tests.unit.local_rounds import (
+    Quadratic,
+    flat,
+    network,
+    problem,
+    run_alone,
+    shared,
+    shared_after,
+    train,
+    with_adam,
+    with_sgd,
+)
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
 
 
-def bound(strategy: Strategy, collective: Collective, model: nn.Module, optimizer: Optimizer) -> Synchronizer:
-    size = collective.size
-    context = Context(collective.rank, Membership.first(size), collective.rank, size, torch.device("cpu"), collective)
-    return strategy.bind(context, describe(model, optimizer))
-
-
-def run_alone(
-    strategy: Strategy, size: int, script: Callable[[int, Synchronizer, nn.Module, Optimizer], Any], **settings: Any
-) -> list[Any]:
-    """`script(rank, synchronizer, model, optimizer)` on ranks that have a model each."""
-
-    def work(collective: Collective) -> Any:
-        torch.manual_seed(0)
-        model, optimizer = settings["build"]()
-        synchronizer = bound(strategy, collective, model, optimizer)
-        return script(collective.rank, synchronizer, model, optimizer)
-
-    return VirtualWorld(size).run(work)
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
-
-
-def shared(synchronizer: Synchronizer) -> Tensor:
-    """The outer parameters."""
-    with synchronizer.global_model() as model:
-        return flat(model)
-
-
 # --- published numbers ------------------------------------------------------------------------------------------------
-
-
-class Quadratic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
 
 
 def test_local_sgd_ends_beside_the_optimum() -> None:
@@ -141,44 +112,6 @@ def test_fragments_go_as_in_torchft(
 
 
 # --- what one variant is when a part is taken out --------------------------------------------------------------------
-
-
-def problem(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    x = torch.randn(4, 10, generator=generator)
-    return x, (x[:, 0] > 0).long()
-
-
-def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(10, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def with_sgd() -> tuple[nn.Module, Optimizer]:
-    model = network()
-    return model, SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-
-
-def with_adam() -> tuple[nn.Module, Optimizer]:
-    model = network()
-    return model, Adam(model.parameters(), lr=0.01)
-
-
-def train(
-    rank: int, synchronizer: Synchronizer, model: nn.Module, optimizer: Optimizer, *, num_steps: int = 24
-) -> Tensor:
-    for step in range(num_steps):
-        x, y = problem(rank, step)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        synchronizer.step(optimizer.step, pause_at=0)
-    synchronizer.leave()
-    return shared(synchronizer)
-
-
-def shared_after(strategy: Strategy, *, size: int = 3, build: Any = with_sgd, script: Any = train) -> Tensor:
-    first, *others = run_alone(strategy, size, script, build=build)
-    assert all(torch.equal(first, other) for other in others)
-    return first
 
 
 def test_slow_momentum_of_none_is_local_sgd() -> None:
@@ -347,6 +280,7 @@ def test_what_all_workers_have_alike_is_told_from_what_each_has() -> None:
 
 
 # --- schedule and fragments -------------------------------------------------------------------------------------------
+
 
 rounds = st.builds(
     lambda every, fragments, delay, single, warmup: Rounds(

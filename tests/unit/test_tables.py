@@ -1,11 +1,9 @@
-"""Tables of rows: hashing, rows' optimizers beside torch's, shards, and both ends of the protocol."""
+"""Tables of rows: hashing, slots, states and files."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,40 +16,14 @@ from torch import Tensor
 
 from paceline.errors import NotWritten, UsageError
 from paceline.messages import Kind, Message, WireError
-from paceline.nn import ShardedEmbedding
-from paceline.row_file import RowFile
-from paceline.server.shard import Applied
-from paceline.server.tables.client_core import TableClient
 from paceline.server.tables.dividing import divided, joined
 from paceline.server.tables.hashing import mixed, normal, owners
-from paceline.server.tables.row_optimizers import FTRL, RowWiseAdagrad, of_text
 from paceline.server.tables.shards import TableShards
 from paceline.server.tables.slots import Slots
 from paceline.server.tables.spec import RowGradients, TableSpec
 from paceline.server.tables.storage import Column, InMemory
 from paceline.server.tables.table import Table
-
-NUM_ROWS, DIM = 12, 3
-KEYS = st.integers(0, 2**63 - 1)
-TWINS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd:lr=0.1": partial(torch.optim.SGD, lr=0.1),
-    "adagrad:lr=0.1:initial=0.5": partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
-    "adam:lr=0.05:beta1=0.8": partial(torch.optim.SparseAdam, lr=0.05, betas=(0.8, 0.999)),
-}
-BATCHES = st.lists(st.lists(st.integers(0, NUM_ROWS - 1), max_size=8), min_size=1, max_size=6)
-
-
-def spec_of(optimizer: str = "adagrad:lr=0.1", **settings: Any) -> TableSpec:
-    given = {"num_rows": NUM_ROWS, "dim": DIM, "seed": 4, "dtype": torch.float64, **settings}
-    return TableSpec(name="users", optimizer=of_text(optimizer), **given)
-
-
-def gradients_of(keys: Sequence[int], seed: int) -> RowGradients:
-    """One for each key, however often it comes."""
-    unique = torch.tensor(sorted(set(keys)), dtype=torch.int64)
-    values = torch.randn(len(unique), DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return RowGradients(unique, values)
-
+from tests.unit.one_table import BATCHES, DIM, KEYS, NUM_ROWS, Net, gradients_of, spec_of
 
 # --- hashing -------------------------------------------------------------------------------------------------------
 
@@ -81,68 +53,6 @@ def test_first_values_are_normal_and_differ() -> None:
     assert len(draws[:, 0].unique()) == len(draws)
     assert (normal(torch.arange(10_000), seed=10, num=1)[:, 0] - draws[:, 0]).abs().min() > 0
     torch.testing.assert_close(normal(torch.tensor([77]), seed=9, num=4)[0], draws[77], rtol=0, atol=0)
-
-
-# --- optimizers ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("optimizer", TWINS)
-@settings(max_examples=10, deadline=None)
-@given(batches=BATCHES, num_servers=st.integers(1, 4))
-def test_rows_are_updated_as_a_sparse_embedding(optimizer: str, batches: list[list[int]], num_servers: int) -> None:
-    weight = Table(spec_of(optimizer)).read(torch.arange(NUM_ROWS)).requires_grad_()
-    twin = TWINS[optimizer]([weight])
-    net = Net(spec_of(optimizer), num_servers=num_servers)
-    for number, keys in enumerate(batches):
-        found = gradients_of(keys, number)
-        weight.grad = torch.sparse_coo_tensor(
-            found.keys[None], found.values, weight.shape, check_invariants=True
-        ).coalesce()
-        twin.step()
-        net.update({0: (1.0, found)})
-    torch.testing.assert_close(net.read(range(NUM_ROWS)), weight.detach())
-
-
-@settings(max_examples=10, deadline=None)
-@given(batches=BATCHES, l1=st.sampled_from([0.0, 0.4]))
-def test_ftrl_follows_its_paper(batches: list[list[int]], l1: float) -> None:
-    """McMahan et al. 2013, algorithm 1, one number after the other."""
-    table = Table(spec_of(f"ftrl:lr=0.5:beta=2:l1={l1}:l2=0.1", std=0.0))
-    z, n, w = ([[0.0] * DIM for _ in range(NUM_ROWS)] for _ in range(3))
-    for number, keys in enumerate(batches):
-        found = gradients_of(keys, number)
-        table.update(found)
-        for key, values in zip(found.keys.tolist(), found.values.tolist(), strict=True):
-            for i, g in enumerate(values):
-                sigma = (math.sqrt(n[key][i] + g * g) - math.sqrt(n[key][i])) / 0.5
-                z[key][i] += g - sigma * w[key][i]
-                n[key][i] += g * g
-                strength = (2 + math.sqrt(n[key][i])) / 0.5 + 0.1
-                sign = math.copysign(1.0, z[key][i])
-                w[key][i] = 0.0 if abs(z[key][i]) <= l1 else -(z[key][i] - sign * l1) / strength
-    torch.testing.assert_close(table.read(torch.arange(NUM_ROWS)), torch.tensor(w, dtype=torch.float64))
-
-
-def test_row_wise_adagrad_keeps_one_number_a_row() -> None:
-    table = Table(spec_of("row-wise-adagrad:lr=0.1", std=0.0))
-    found = gradients_of([2, 7], 0)
-    for _ in range(2):
-        table.update(found)
-    square = found.values.square().mean(dim=1, keepdim=True)
-    expected = -0.1 * found.values * (1 / square.sqrt() + 1 / (2 * square).sqrt())
-    torch.testing.assert_close(table.read(found.keys), expected)
-    assert table.state()["sum"].shape == (2, 1)
-
-
-@pytest.mark.parametrize("text", ["adagrad:lr=-1", "adam:beta1=1", "ftrl:lr=0", "sgd:lr=nan", "nothing"])
-def test_settings_out_of_range_are_refused(text: str) -> None:
-    with pytest.raises(UsageError):
-        of_text(text)
-
-
-def test_optimizers_are_the_same_from_their_text() -> None:
-    for optimizer in (FTRL(lr=0.3, l1=1e-5), RowWiseAdagrad(lr=0.1 + 0.2, eps=1e-7)):
-        assert of_text(str(optimizer)) == optimizer
 
 
 # --- tables --------------------------------------------------------------------------------------------------------
@@ -338,204 +248,3 @@ def test_full_buckets_go_on_in_the_next_ones() -> None:
 def test_a_table_out_of_range_is_refused(field: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"table 'users': {next(iter(field))}"):
         spec_of(**field)
-
-
-# --- both ends of the protocol -------------------------------------------------------------------------------------
-
-
-class Net:
-    """Workers and servers of one table. Messages are encoded and decoded."""
-
-    def __init__(self, spec: TableSpec, *, num_servers: int, num_workers: int = 1) -> None:
-        self.servers = [TableShards() for _ in range(num_servers)]
-        self.clients = [TableClient([spec], rank=rank, epoch=1, num_servers=num_servers) for rank in range(num_workers)]
-        self.num_updates = 0
-        self.ask(0, self.clients[0].open())
-
-    def read(self, keys: Sequence[int], worker: int = 0) -> Tensor:
-        self.ask(worker, self.clients[worker].read(0, torch.tensor(list(keys))))
-        return self.clients[worker].rows()
-
-    def push(self, worker: int, weight: float, gradients: RowGradients | None) -> None:
-        self.ask(worker, self.clients[worker].push([gradients], weight=weight))
-
-    def update(self, contributions: dict[int, tuple[float, RowGradients | None]]) -> None:
-        """One update of what these workers push."""
-        for worker, (weight, gradients) in contributions.items():
-            self.push(worker, weight, gradients)
-        self.num_updates += 1
-        for server in self.servers:
-            server.update([Applied(self.num_updates, worker, 0, 0) for worker in contributions])
-
-    def state(self) -> dict[str, Tensor]:
-        self.ask(0, self.clients[0].get_state(0))
-        return self.clients[0].state()
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        self.ask(0, self.clients[0].set_state(0, state))
-
-    def save(self, directory: Path) -> list[RowFile]:
-        self.ask(0, self.clients[0].save(0, directory))
-        return self.clients[0].saved()
-
-    def load_files(self, directory: Path, files: list[RowFile]) -> None:
-        self.ask(0, self.clients[0].load(0, directory, files))
-
-    def ask(self, worker: int, sends: Any) -> None:
-        client = self.clients[worker]
-        for server, message in sends:
-            request = Message.decode([bytes(frame) for frame in message.encode()], epoch=1)
-            assert request.tensor_bytes == sum(map(len, request.payload))
-            try:
-                answer = Message(Kind.OK, 1, **self.servers[server].receive(request))
-            except WireError as error:
-                answer = Message(Kind.ERROR, 1, body={"error": str(error)})
-            assert not list(client.receive(server, answer))
-        assert client.is_done
-        client.require_done()
-
-
-@settings(max_examples=10, deadline=None)
-@given(
-    keys=st.lists(st.lists(st.integers(0, NUM_ROWS - 1), max_size=6), min_size=3, max_size=3),
-    weights=st.lists(st.floats(0.1, 3.0), min_size=3, max_size=3),
-    num_servers=st.integers(1, 3),
-)
-def test_an_update_is_the_weighted_mean_of_all_workers(
-    keys: list[list[int]], weights: list[float], num_servers: int
-) -> None:
-    net = Net(spec_of("sgd:lr=1", std=0.0), num_servers=num_servers, num_workers=3)
-    found = [gradients_of(each, worker) for worker, each in enumerate(keys)]
-    net.update({worker: (weights[worker], found[worker] if keys[worker] else None) for worker in range(3)})
-    expected = torch.zeros(NUM_ROWS, DIM, dtype=torch.float64)
-    for weight, (own, values) in zip(weights, found, strict=True):
-        expected[own] -= weight / sum(weights) * values
-    torch.testing.assert_close(net.read(range(NUM_ROWS), worker=2), expected)
-
-
-def test_a_push_that_was_for_no_update_counts_nowhere() -> None:
-    net = Net(spec_of("sgd:lr=1", std=0.0), num_servers=2, num_workers=2)
-    net.push(1, 1.0, gradients_of([3], 0))
-    net.update({0: (1.0, None)})
-    net.update({1: (1.0, gradients_of([4], 1))})
-    assert net.read([3]).count_nonzero() == 0
-    torch.testing.assert_close(net.read([4]), -gradients_of([4], 1).values)
-
-
-def test_only_servers_that_own_a_key_are_asked() -> None:
-    net = Net(spec_of(), num_servers=200)
-    assert len(net.clients[0].read(0, torch.arange(3))) == len(owners(torch.arange(3), 200).unique())
-
-
-def request(kind: Kind, body: object, *tensors: Tensor) -> Message:
-    payload = [tensor.numpy().tobytes() for tensor in tensors]
-    return Message(kind, 1, sender=0, body=json.loads(json.dumps(body)), payload=payload)
-
-
-@pytest.mark.parametrize(
-    ("message", "error"),
-    [
-        (request(Kind.READ_ROWS, {"table": 1, "count": 0}), "there are 1 tables, and none of index 1"),
-        (request(Kind.READ_ROWS, {"table": "0", "count": 0}), "none of index '0'"),
-        (request(Kind.READ_ROWS, {"table": 0, "count": 2**60}), "1152921504606846976 keys in 0 bytes"),
-        (request(Kind.READ_ROWS, {"table": 0, "count": 1}, torch.tensor([1, 2])), "16 bytes of tensors instead of 8"),
-        (request(Kind.READ_ROWS, {"table": 0, "count": 1}, torch.tensor([NUM_ROWS])), f"none of key {NUM_ROWS}"),
-        (request(Kind.READ_ROWS, {}), "count"),
-        (request(Kind.PUSH_ROWS, {"weight": 0, "counts": [None]}), "weight 0"),
-        (request(Kind.PUSH_ROWS, {"weight": True, "counts": [None]}), "weight True"),
-        (request(Kind.PUSH_ROWS, {"weight": 1, "counts": []}), "rows of 0 tables"),
-        (request(Kind.PUSH_ROWS, {"weight": 1, "counts": 3}), "PUSH_ROWS"),
-        (request(Kind.PUSH_ROWS, {"weight": 1, "counts": [-1]}), "-1 keys"),
-        (
-            request(
-                Kind.PUSH_ROWS,
-                {"weight": 1, "counts": [1]},
-                torch.tensor([2]),
-                torch.full((DIM,), math.inf, dtype=torch.float64),
-            ),
-            "table 'users': the gradient of key 2 is not finite",
-        ),
-        (request(Kind.OPEN_TABLES, {"tables": [{"name": "a"}]}), "no description of a table"),
-        (request(Kind.OPEN_TABLES, {"tables": 3}), "OPEN_TABLES"),
-        (request(Kind.GET_ROWS, {"table": None}), "none of index None"),
-        (request(Kind.SET_ROWS, {"table": 0, "tensors": [["0.keys", "torch.int64", [2**60]]]}), "cannot be read|bytes"),
-    ],
-)
-def test_messages_that_make_no_sense_are_refused(message: Message, error: str) -> None:
-    net = Net(spec_of(), num_servers=1)
-    with pytest.raises(WireError, match=error):
-        net.servers[0].receive(message)
-    assert not net.servers[0].is_empty
-
-
-# --- the layer in one process --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("keys", [[5], [4, 9, 0], [4, 9, 4, 0], [[1, 2], [2, 3]], [[7, 1], [3, 2]], []])
-def test_gradients_are_as_of_a_sparse_embedding(keys: list[Any]) -> None:
-    """Whether a key comes twice or not; what the layer gives may be changed in place."""
-    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd:lr=1")
-    twin = torch.nn.Embedding(NUM_ROWS, DIM, sparse=True, _weight=table(torch.arange(NUM_ROWS)).detach())
-    indices = torch.tensor(keys, dtype=torch.int64)
-    for layer in (table, twin):
-        for factor in (1.0, -2.0):
-            (layer(indices).mul_(factor) ** 2 * factor).sum().backward()
-    assert twin.weight.grad is not None
-    expected = twin.weight.detach() - twin.weight.grad.to_dense()
-    table.update()
-    torch.testing.assert_close(table(torch.arange(NUM_ROWS)), expected)
-
-
-@settings(max_examples=10, deadline=None)
-@given(
-    bags=st.lists(st.lists(st.integers(0, NUM_ROWS - 1), max_size=4), min_size=1, max_size=5),
-    mode=st.sampled_from(["sum", "mean"]),
-)
-def test_bags_are_as_of_an_embedding_bag(bags: list[list[int]], mode: Any) -> None:
-    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd:lr=0.5", dtype=torch.float64)
-    twin = torch.nn.EmbeddingBag(NUM_ROWS, DIM, mode=mode, _weight=table(torch.arange(NUM_ROWS)).detach(), sparse=True)
-    keys = torch.tensor([key for bag in bags for key in bag], dtype=torch.int64)
-    offsets = torch.tensor([sum(map(len, bags[:index])) for index in range(len(bags))])
-    found = table.bag(keys, offsets, mode)
-    torch.testing.assert_close(found, twin(keys, offsets))
-    for each in (found, twin(keys, offsets)):
-        each.square().sum().backward()
-    table.update()
-    torch.optim.SGD(twin.parameters(), lr=0.5).step()
-    torch.testing.assert_close(table(torch.arange(NUM_ROWS)).detach(), twin.weight.detach())
-
-
-def test_keys_may_be_changed_after_their_rows_were_read() -> None:
-    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd:lr=1", std=0.0)
-    keys = torch.tensor([1, 2])
-    rows = table(keys)
-    keys.fill_(7)
-    rows.sum().backward()
-    table.update()
-    assert table(torch.tensor([1, 2, 7])).detach()[:, 0].tolist() == [-1, -1, 0]
-
-
-def test_several_uses_of_a_table_add_up() -> None:
-    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd:lr=1", std=0.0)
-    for keys in ([1, 1, 2], [2, 3]):
-        table(torch.tensor(keys)).sum().backward()
-    table.update()
-    table.update()  # there is nothing left
-    assert table(torch.arange(5)).detach()[:, 0].tolist() == [0, -2, -2, -1, 0]
-
-
-def test_keys_of_any_shape() -> None:
-    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd")
-    for shape in ((), (0,), (2, 3), (2, 1, 4)):
-        keys = torch.randint(0, NUM_ROWS, shape, dtype=torch.int32)
-        assert table(keys).shape == (*shape, DIM)
-    with pytest.raises(UsageError, match=r"keys are whole numbers, and these are torch.float32: \[0.0, 1.0, 2.0\] and"):
-        table(torch.arange(4.0))
-    with pytest.raises(UsageError, match=r"torch\.bool"):
-        table(torch.tensor([True]))
-
-
-def test_a_scaled_loss_is_refused() -> None:
-    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd", name="users")
-    with torch.autocast("cpu", torch.float16), pytest.raises(UsageError, match=r"table 'users'.*use bfloat16"):
-        table(torch.tensor([1]))

@@ -1,0 +1,84 @@
+"""The layer whose rows lie in tables, in one process, beside torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.nn import ShardedEmbedding
+from tests.unit.one_table import DIM, NUM_ROWS
+
+
+@pytest.mark.parametrize("keys", [[5], [4, 9, 0], [4, 9, 4, 0], [[1, 2], [2, 3]], [[7, 1], [3, 2]], []])
+def test_gradients_are_as_of_a_sparse_embedding(keys: list[Any]) -> None:
+    """Whether a key comes twice or not; what the layer gives may be changed in place."""
+    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd:lr=1")
+    twin = torch.nn.Embedding(NUM_ROWS, DIM, sparse=True, _weight=table(torch.arange(NUM_ROWS)).detach())
+    indices = torch.tensor(keys, dtype=torch.int64)
+    for layer in (table, twin):
+        for factor in (1.0, -2.0):
+            (layer(indices).mul_(factor) ** 2 * factor).sum().backward()
+    assert twin.weight.grad is not None
+    expected = twin.weight.detach() - twin.weight.grad.to_dense()
+    table.update()
+    torch.testing.assert_close(table(torch.arange(NUM_ROWS)), expected)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    bags=st.lists(st.lists(st.integers(0, NUM_ROWS - 1), max_size=4), min_size=1, max_size=5),
+    mode=st.sampled_from(["sum", "mean"]),
+)
+def test_bags_are_as_of_an_embedding_bag(bags: list[list[int]], mode: Any) -> None:
+    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd:lr=0.5", dtype=torch.float64)
+    twin = torch.nn.EmbeddingBag(NUM_ROWS, DIM, mode=mode, _weight=table(torch.arange(NUM_ROWS)).detach(), sparse=True)
+    keys = torch.tensor([key for bag in bags for key in bag], dtype=torch.int64)
+    offsets = torch.tensor([sum(map(len, bags[:index])) for index in range(len(bags))])
+    found = table.bag(keys, offsets, mode)
+    torch.testing.assert_close(found, twin(keys, offsets))
+    for each in (found, twin(keys, offsets)):
+        each.square().sum().backward()
+    table.update()
+    torch.optim.SGD(twin.parameters(), lr=0.5).step()
+    torch.testing.assert_close(table(torch.arange(NUM_ROWS)).detach(), twin.weight.detach())
+
+
+def test_keys_may_be_changed_after_their_rows_were_read() -> None:
+    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd:lr=1", std=0.0)
+    keys = torch.tensor([1, 2])
+    rows = table(keys)
+    keys.fill_(7)
+    rows.sum().backward()
+    table.update()
+    assert table(torch.tensor([1, 2, 7])).detach()[:, 0].tolist() == [-1, -1, 0]
+
+
+def test_several_uses_of_a_table_add_up() -> None:
+    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd:lr=1", std=0.0)
+    for keys in ([1, 1, 2], [2, 3]):
+        table(torch.tensor(keys)).sum().backward()
+    table.update()
+    table.update()  # there is nothing left
+    assert table(torch.arange(5)).detach()[:, 0].tolist() == [0, -2, -2, -1, 0]
+
+
+def test_keys_of_any_shape() -> None:
+    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd")
+    for shape in ((), (0,), (2, 3), (2, 1, 4)):
+        keys = torch.randint(0, NUM_ROWS, shape, dtype=torch.int32)
+        assert table(keys).shape == (*shape, DIM)
+    with pytest.raises(UsageError, match=r"keys are whole numbers, and these are torch.float32: \[0.0, 1.0, 2.0\] and"):
+        table(torch.arange(4.0))
+    with pytest.raises(UsageError, match=r"torch\.bool"):
+        table(torch.tensor([True]))
+
+
+def test_a_scaled_loss_is_refused() -> None:
+    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd", name="users")
+    with torch.autocast("cpu", torch.float16), pytest.raises(UsageError, match=r"table 'users'.*use bfloat16"):
+        table(torch.tensor([1]))

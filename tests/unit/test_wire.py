@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from paceline.comm import wire
 from paceline.comm.wire import Caller, Keys, Listener
 from paceline.engines.striking import connections
 from paceline.messages import Kind, Message, from_frames, to_frames
+from tests.distributed.harness import wait_until
 from tests.threads import running
 
 WITHIN_S = 60.0
@@ -257,7 +259,8 @@ def test_the_kernel_asks_both_ends_whether_the_other_is_there(keys: Keys) -> Non
         port = listener.endpoint.rsplit(":", 1)[1]
         for end in ("sport", "dport"):
             asked = ["ss", "--tcp", "--numeric", "--options", "state", "established", f"( {end} = :{port} )"]
-            assert "timer:(keepalive," in subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+            said = partial(subprocess.check_output, asked, text=True)
+            assert wait_until(lambda said=said: "timer:(keepalive," in said(), within_s=WITHIN_S), said()
 
 
 def test_keys_differ_and_secrets_are_not_shown() -> None:

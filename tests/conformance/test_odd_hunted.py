@@ -143,6 +143,8 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "others loaded": {SERVERS: IN_PLACE},
     "a sum by a loop over outputs": {JOINT: LOOP},
     "a sum by Python": {JOINT: LOOP},
+    "weighed terms": {JOINT: LOOP},
+    "an actor and a critic": {JOINT: LOOP},
     "sums added": {JOINT: SUM_BY_HAND},
     "a sum of the second optimizer's": {JOINT: SUM_BY_HAND},
     "a sum by einsum": {JOINT: r"rank \d: the loss is a sum over the batch \(einsum\(\) or bmm\(\)\).*take the mean"},
@@ -156,6 +158,9 @@ BENT = r"the loss is a function of sums or means over the batch that is not line
 TOLD = {
     "a quotient of sums": BENT,
     "the largest losses": BENT,
+    "views told apart": BENT,
+    "features made apart": BENT,
+    "those at risk": BENT,
     "half a sum": r"the loss is 0\.5 times a sum over the batch",
     "a factor of its own": r"the loss at .* is multiplied by a number of each worker's own",
 }

@@ -56,6 +56,7 @@ ATTRIBUTE = r"servers cannot build Damped from its own settings: its attribute '
 TWO_PASSES = r"rank \d: the script goes on with a pass over the loader after it has begun another.*two loaders by name"
 FILTERS = r"rank \d, epoch 0: of 4 samples the DataLoader's collation gives \d in batch \d.*Subset"
 TOGETHER = r"(leave out a batch or a step only where all do|every rank must step alike)"
+JOINED = r"rank \d, epoch 0: a loss goes backward that .* made of batches (10, )?11, 12, .*Call backward\(\) for each"
 HOOK = r"rank \d: a hook of the script on the gradient of '\d\.(weight|bias)' clips it.*between loss\.backward\(\) and"
 SUM = r"rank \d: the loss is a sum over the batch \(backward\(ones\)\).*take the mean"
 SUM_BY_HAND = r"rank \d: the loss is a sum over the batch \(sum\(\)\).*take the mean"
@@ -134,6 +135,8 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "loaders made anew, later": {EVERYWHERE: BESIDE},
     "small ones left out, some": {(*JOINT, *ALONE): TOGETHER},
     "bad ones left out": {(*JOINT, *ALONE): TOGETHER},
+    "losses of several batches, with a tail": {(*JOINT, *ALONE): JOINED},
+    "losses of two batches, with a tail": {(*JOINT, *ALONE): JOINED},
     "stops early": {(*JOINT, *ALONE): TOGETHER},
     "back to the best": {("all-reduce",): DRIFT, SERVERS: IN_PLACE},
     "the first rank alone": {(*JOINT, *ALONE): TOGETHER},

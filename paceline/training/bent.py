@@ -23,6 +23,12 @@ _DISTANCES = ("MmBackward0", "BmmBackward0", "CdistBackward0", "EuclideanDistBac
 _ADDED = ("AddBackward0", "SubBackward0")
 _BY_ELEMENT = (*FACTORS, QUOTIENT, *_ADDED)
 _TURNS = ("TBackward0", "TransposeBackward0")
+_MOVES = (
+    *("SliceBackward0", "IndexBackward0", "GatherBackward0", "IndexSelectBackward0", "SplitBackward0"),
+    *("SplitWithSizesBackward0", "UnbindBackward0", "CatBackward0", "StackBackward0", "RepeatBackward0"),
+    *("WhereBackward0", "MaskedFillBackward0", "DiagonalBackward0", "UnsafeSplitBackward0"),
+)
+"""Which put numbers elsewhere."""
 _MOST_VIEWS = 4
 """So many rows a sample may be compared: losses that tell a sample's views from others' have two, most often."""
 _LAID_OUT = (
@@ -85,7 +91,7 @@ def _comparing(ends: Iterable[Any], num_samples: int) -> Any:
             continue
         if _compares(node, inputs, num_samples) or (is_bent and _adds_on(node, inputs, num_samples)):
             return node
-        is_bent = is_bent or not _is_linear(node, inputs)
+        is_bent = is_bent or _bends(node, inputs)
         is_shifted = node.name() == "SubBackward0" and not _is_one(node)  # by one number for all: no softmax changes
         left += ((inner, is_bent) for inner in inputs if not (is_shifted and _is_one(inner)))
     return None
@@ -143,16 +149,21 @@ def _are_samples(count: int, num_samples: int) -> bool:
     return count % num_samples == 0 and 1 <= count // num_samples <= _MOST_VIEWS
 
 
-def _is_linear(node: Any, inputs: Sequence[Any]) -> bool:
-    return node.name() in (*LINEAR, *_MEANS) and (len(inputs) < 2 or node.name() not in (*FACTORS, QUOTIENT, *PRODUCTS))
+def _bends(node: Any, inputs: Sequence[Any]) -> bool:
+    """Whether it is no linear function of what is of data."""
+    if node.name() == QUOTIENT:
+        return any(inner is not None and is_of_data(inner) for inner, _ in node.next_functions[1:])
+    if node.name() in (*FACTORS, *PRODUCTS):
+        return len(inputs) > 1 and all(map(is_of_data, inputs))
+    return node.name() not in (*LINEAR, *_MEANS, *_MOVES)
 
 
 def _adds_on(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
-    """Whether it adds up products of the samples' features, as a covariance does, the samples up to each, or pairs."""
+    """Whether it adds up samples, those up to each, pairs, or products of their features, as a covariance does."""
     if node.name() in _ADDED:
         return _is_of_pairs(node, inputs, num_samples)
-    if node.name() == "CumsumBackward0":
-        return _is_along_samples(node, inputs, num_samples)
+    if node.name() in (*SUMS, *_MEANS) and not _is_one(node):
+        return _is_along_samples(node, inputs, num_samples) and is_of_data(node)
     if node.name() != "MmBackward0" or len(inputs) < 2 or not _are_samples(shape_after(inputs[0])[1], num_samples):
         return False
     return _is_turned(inputs[0]) and not _is_turned(inputs[1]) and all(map(is_of_data, inputs))

@@ -240,6 +240,12 @@ def decorrelated(output: Tensor, y: Tensor) -> Tensor:
     return 0.1 * (found - torch.eye(3, dtype=found.dtype)).square().mean() + F.cross_entropy(output, y)
 
 
+def of_mean_prediction(output: Tensor, y: Tensor) -> Tensor:
+    """Three classes are to come as often; of as many as samples nothing is told."""
+    mean = output[:, :3].softmax(1).mean(0)
+    return F.cross_entropy(output, y) + (mean * mean.log()).sum()
+
+
 def of_those_at_risk(output: Tensor, y: Tensor) -> Tensor:
     """Of each sample and those that come after it."""
     return (output[:, :1].exp().cumsum(0).log() - output[:, :1]).mean()
@@ -289,6 +295,7 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "a sum of the second optimizer's": second_summed,
     "views told apart": partial(own_loop, step=partial(step_with, loss=two_views_apart)),
     "features made apart": partial(own_loop, step=partial(step_with, loss=decorrelated)),
+    "the mean prediction": partial(own_loop, step=partial(step_with, loss=of_mean_prediction)),
     "those at risk": partial(own_loop, step=partial(step_with, loss=of_those_at_risk)),
     "weighed terms": partial(own_loop, step=partial(step_with, loss=partial(weighed_terms, is_mean=False))),
     "weighed terms, divided": partial(own_loop, step=partial(step_with, loss=partial(weighed_terms, is_mean=True))),

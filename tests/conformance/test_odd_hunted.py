@@ -163,6 +163,7 @@ TOLD = {
     "the largest losses": BENT,
     "views told apart": BENT,
     "features made apart": BENT,
+    "the mean prediction": BENT,
     "those at risk": BENT,
     "half a sum": r"the loss is 0\.5 times a sum over the batch",
     "a factor of its own": r"the loss at .* is multiplied by a number of each worker's own",

@@ -269,6 +269,8 @@ BENT: dict[str, Callable[[Tensor], Tensor]] = {
     "similarities by cosine": lambda output: (
         nn.functional.cosine_similarity(output[:, None], output.sin()[None], dim=2).logsumexp(1).mean()
     ),
+    "a quotient for each class": lambda output: (output[:, :3].sum(0) / (output[:, :3].square().sum(0) + 1)).mean(),
+    "less the mean of each class": lambda output: (output[:, :3] - output[:, :3].mean(0)).exp().mean(),
     "pairs": lambda output: (1 - output[:, 0][:, None] + output[:, 0]).relu().mean(),
     "a covariance": lambda output: torch.cov(output[:, :3].t()).square().sum(),
     "products of features": lambda output: (output[:, :3].t() @ output.sin()[:, :3]).square().sum(),
@@ -293,6 +295,8 @@ STRAIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "as many classes, by a weight's direction": lambda output: nn.utils.parametrizations.spectral_norm(
         nn.Linear(NUM_SAMPLES, NUM_SAMPLES, bias=False)
     )(output.tanh()).mean(),
+    "learned weights of classes": lambda output: (squares(output).mean(0) * torch.exp(-SQUARE[0])).sum(),
+    "some classes": lambda output: squares(output).mean(0)[1:].sum() + squares(output).mean(0)[torch.tensor([0])].sum(),
     "pairs of classes": lambda output: (output[:, :, None] - output[:, None]).relu().mean(),
     "products of each sample": lambda output: (output[:, :3, None] @ output[:, None, :3]).square().mean(),
     "sums up to each class": lambda output: output.exp().cumsum(1).log().mean(),

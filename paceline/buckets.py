@@ -287,7 +287,8 @@ class GradientBuckets:
             return (
                 f"parameter {self._name(index)!r} {became}: the script has converted the model after prepare "
                 "(model.half(), .double(), .to(...)), and its gradients are not where workers exchange them; convert "
-                "it before prepare, or compute in another dtype with torch.autocast"
+                "it before prepare, or compute in another dtype with torch.autocast. Where it has put another tensor's "
+                "memory in the place of a gradient's (parameter.grad.data = ...), let it set parameter.grad itself"
             )
         if gradient.requires_grad:
             return (

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
 from paceline.comm.arguments import flatten
@@ -141,14 +141,32 @@ def require_same_tensors(replica: Replica, collective: Collective) -> None:
                 raise TensorMismatch(f"parameter {index} differs: rank 0 has {first}, rank {rank} has {other}")
 
 
-def require_joint_changes(model: nn.Module) -> None:
-    """Raises UsageError for a layer that changes its weights in forward(), each worker those that its batch uses."""
+def _is_distributed() -> bool:
+    """Whether the script has made torch's own processes meet."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def require_joint_changes(model: nn.Module, *, averages_gradients: bool) -> None:
+    """Raises UsageError for a layer that makes of a worker's own batch what one process would make of all batches: it
+    changes its weights in forward(), counts rows, or asks for statistics of all workers."""
     for name, module in model.named_modules():
-        is_renormed = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-        if is_renormed and module.weight.requires_grad:
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and module.max_norm is not None and module.weight.requires_grad:
             raise UsageError(
                 f"{name!r} has max_norm={module.max_norm}, by which each worker changes the weights that its own "
                 "batch uses; leave it out and bound the norm after optimizer.step(), or use the strategy single"
+            )
+        if is_embedding and module.scale_grad_by_freq and module.weight.requires_grad and averages_gradients:
+            raise UsageError(
+                f"{name!r} has scale_grad_by_freq=True, by which each worker divides gradients by how often its own "
+                "batch uses a row, before they are averaged; leave it out, and divide the rows of weight.grad between "
+                "loss.backward() and optimizer.step() by what worker.all_reduce makes of each worker's counts"
+            )
+        if isinstance(module, nn.SyncBatchNorm) and module.training and not _is_distributed():
+            raise UsageError(
+                f"{name!r} is a SyncBatchNorm, which meets over torch.distributed, and a run of Paceline has none: it "
+                "would normalise each worker's batch by itself; say so with nn.BatchNorm1d, 2d or 3d, or take a layer "
+                "that normalises each sample, such as nn.GroupNorm"
             )
 
 

@@ -5,19 +5,32 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paceline.training.nodes import MEAN, MOST_NODES, SUM, is_of_data, shape_after
-from paceline.training.sums import FACTORS, LEAF, NORMS, PRODUCTS, QUOTIENT, SUMS, Term
+from paceline.training.sums import FACTORS, LEAF, LINEAR, NORMS, PRODUCTS, QUOTIENT, SUMS, Term
 
 _BENT = (
     *("SqrtBackward0", "RsqrtBackward0", "LogBackward0", "Log1PBackward0", "ExpBackward0", "PowBackward0"),
     *("ReciprocalBackward0", "AbsBackward0", "LogsumexpBackward0", *NORMS),
 )
-_REDUCED = (*SUMS, *PRODUCTS, "MeanBackward0", "MeanBackward1", "LogsumexpBackward0", *NORMS)
+_MEANS = ("MeanBackward0", "MeanBackward1")
+_REDUCED = (*SUMS, *PRODUCTS, *_MEANS, "LogsumexpBackward0", *NORMS)
 _COMPARING = (
     *("TopkBackward0", "SortBackward0", "KthvalueBackward0", "MedianBackward0", "MedianBackward1"),
     *("MaxBackward0", "MaxBackward1", "MinBackward0", "MinBackward1", "AmaxBackward0", "AminBackward0"),
     *("VarBackward0", "StdBackward0", "VarMeanBackward0", "StdMeanBackward0", "SoftmaxBackward0"),
+    "LogcumsumexpBackward0",
 )
-_DISTANCES = ("MmBackward0", "CdistBackward0", "EuclideanDistBackward0", "PdistBackward0")
+_DISTANCES = ("MmBackward0", "BmmBackward0", "CdistBackward0", "EuclideanDistBackward0", "PdistBackward0")
+_ADDED = ("AddBackward0", "SubBackward0")
+_BY_ELEMENT = (*FACTORS, QUOTIENT, *_ADDED)
+_TURNS = ("TBackward0", "TransposeBackward0")
+_MOVES = (
+    *("SliceBackward0", "IndexBackward0", "GatherBackward0", "IndexSelectBackward0", "SplitBackward0"),
+    *("SplitWithSizesBackward0", "UnbindBackward0", "CatBackward0", "StackBackward0", "RepeatBackward0"),
+    *("WhereBackward0", "MaskedFillBackward0", "DiagonalBackward0", "UnsafeSplitBackward0"),
+)
+"""Which put numbers elsewhere."""
+_MOST_VIEWS = 4
+"""So many rows a sample may be compared: losses that tell a sample's views from others' have two, most often."""
 _LAID_OUT = (
     *("TBackward0", "TransposeBackward0", "PermuteBackward0"),
     *("ToCopyBackward0", "ExpandBackward0", "ViewBackward0"),
@@ -67,19 +80,20 @@ def _reduces(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
 
 def _comparing(ends: Iterable[Any], num_samples: int) -> Any:
     """What compares samples between the loss and the last layer that has parameters."""
-    left, seen = list(ends), set[Any]()
+    left, seen = [(node, False) for node in ends], set[Any]()
     while left and len(seen) < MOST_NODES:
-        node = left.pop()
-        if node in seen:
+        node, is_bent = place = left.pop()
+        if place in seen:
             continue
-        seen.add(node)
+        seen.add(place)
         inputs = [inner for inner, _ in node.next_functions if inner is not None]
         if any(map(_is_of_parameter, inputs)):
             continue
-        if _compares(node, inputs, num_samples):
+        if _compares(node, inputs, num_samples) or (is_bent and _adds_on(node, inputs, num_samples)):
             return node
+        is_bent = is_bent or _bends(node, inputs)
         is_shifted = node.name() == "SubBackward0" and not _is_one(node)  # by one number for all: no softmax changes
-        left += (inner for inner in inputs if not (is_shifted and _is_one(inner)))
+        left += ((inner, is_bent) for inner in inputs if not (is_shifted and _is_one(inner)))
     return None
 
 
@@ -94,12 +108,71 @@ def _is_of_parameter(node: Any) -> bool:
 
 
 def _compares(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
-    if node.name() in _DISTANCES:
-        is_square = len(inputs) == 2 and shape_after(node) == (num_samples, num_samples)
-        return is_square and all(map(is_of_data, inputs))
-    if node.name() not in _COMPARING or shape_after(inputs[0])[:1] != (num_samples,):
+    if node.name() in (*_DISTANCES, *FACTORS, QUOTIENT):
+        return _is_of_pairs(node, inputs, num_samples)
+    return node.name() in _COMPARING and _is_along_samples(node, inputs, num_samples)
+
+
+def _is_along_samples(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
+    if shape_after(inputs[0])[:1] != (num_samples,):
         return False
-    dims, rank = getattr(node, "_saved_dim", None), len(shape_after(inputs[0]))
-    if rank > 1 and shape_after(node)[:1] == (num_samples,):
+    dims, shape = getattr(node, "_saved_dim", None), shape_after(inputs[0])
+    if math.prod(shape[1:]) > 1 and shape_after(node)[:1] == (num_samples,):
         return False  # there are as many samples still, or as many of something else
-    return dims in (None, ()) or bool({0, 2**64 - rank} & set(dims if isinstance(dims, tuple) else [dims]))
+    return dims in (None, ()) or bool({0, 2**64 - len(shape)} & set(dims if isinstance(dims, tuple) else [dims]))
+
+
+def _is_of_pairs(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
+    """Whether it has a number, or a row, for each pair of samples, or of their views."""
+    is_distance, shape = node.name() in _DISTANCES, shape_after(node)
+    if is_distance and shape[:1] == (1,):
+        shape = shape[1:]  # as `einsum` has it
+    if len(inputs) != 2 or len(shape) < 2 or shape[0] != shape[1] or not _are_samples(shape[0], num_samples):
+        return False
+    if is_distance:
+        return len(shape) == 2 and all(map(is_of_data, inputs))
+    one, other = ((1, *before)[-len(shape) :] for before in map(_shape_before, inputs))
+    are_across = {one[:2], other[:2]} == {(shape[0], 1), (1, shape[0])}
+    return are_across and all(map(is_of_data, inputs))
+
+
+def _shape_before(node: Any) -> tuple[int, ...]:
+    """Of a tensor before it was expanded, and then perhaps divided by its norms."""
+    while node.name() in ("ExpandBackward0", QUOTIENT) and node.next_functions[0][0] is not None:
+        if shape_after(inner := node.next_functions[0][0]) != shape_after(node):
+            return shape_after(inner)
+        node = inner
+    return shape_after(node)
+
+
+def _are_samples(count: int, num_samples: int) -> bool:
+    return count % num_samples == 0 and 1 <= count // num_samples <= _MOST_VIEWS
+
+
+def _bends(node: Any, inputs: Sequence[Any]) -> bool:
+    """Whether it is no linear function of what is of data."""
+    if node.name() == QUOTIENT:
+        return any(inner is not None and is_of_data(inner) for inner, _ in node.next_functions[1:])
+    if node.name() in (*FACTORS, *PRODUCTS):
+        return len(inputs) > 1 and all(map(is_of_data, inputs))
+    return node.name() not in (*LINEAR, *_MEANS, *_MOVES)
+
+
+def _adds_on(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
+    """Whether it adds up samples, those up to each, pairs, or products of their features, as a covariance does."""
+    if node.name() in _ADDED:
+        return _is_of_pairs(node, inputs, num_samples)
+    if node.name() in (*SUMS, *_MEANS) and not _is_one(node):
+        return _is_along_samples(node, inputs, num_samples) and is_of_data(node)
+    if node.name() != "MmBackward0" or len(inputs) < 2 or not _are_samples(shape_after(inputs[0])[1], num_samples):
+        return False
+    return _is_turned(inputs[0]) and not _is_turned(inputs[1]) and all(map(is_of_data, inputs))
+
+
+def _is_turned(node: Any) -> bool:
+    """Whether its rows were columns."""
+    is_turned = False
+    while node.name() in (*_TURNS, *_BY_ELEMENT) and node.next_functions[0][0] is not None:
+        is_turned ^= node.name() in _TURNS
+        node = node.next_functions[0][0]
+    return is_turned

@@ -19,6 +19,7 @@ from paceline.training.nodes import (
     shape_after,
     stacked_in,
 )
+from paceline.training.terms import is_cut_from
 
 _MULTIPLIED = ("MulBackward0", "MulBackward1")
 _NOT_GIVEN = -100 % 2**64  # of `ignore_index`, as nodes keep it
@@ -42,6 +43,10 @@ class _Divisor(NamedTuple):
     """What the script multiplies the quotient by, as a whole; NaN where nothing tells."""
     what: str
     """What it is of the batch, where one of torch's own losses has it; else empty."""
+    node: Any
+    """Of the sum or mean."""
+    by_script: float = 1.0
+    """What the script divides the sum or mean by."""
 
 
 class _Pass(NamedTuple):
@@ -89,11 +94,14 @@ class Divisors:
         if isinstance(tensors, Iterator):
             tensors = tuple(tensors)
         begun = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        num_samples = self._num_samples()
         found = _divisors_in([each.grad_fn for each in begun if isinstance(each, Tensor)])
+        if len(found) >= min(num_samples, _MOST_TERMS):
+            found = [_of_batch(each, num_samples) for each in found]
         self._is_the_models = False
         result = backward(tensors, *more, **named)
         if self._is_the_models:
-            values = [self._num_samples(), *chain.from_iterable((each.factor, each.value) for each in found)]
+            values = [num_samples, *chain.from_iterable((each.factor, each.value) for each in found)]
             what = next((each.what for each in found if each.what), "")
             self._passes.append(_Pass(values, what, place_in_script()))
         return result
@@ -197,20 +205,26 @@ def _divisors_in(roots: Sequence[Any]) -> list[_Divisor]:
         elif (own := _own_divisor(node)) is not None and (stacked := stacked_in(inputs[0])):
             left += [(inner, divisor * own.value, factor) for inner in reversed(stacked)]
         elif own is not None:
-            found.append(own._replace(value=divisor * own.value, factor=factor))
+            found.append(own._replace(value=divisor * own.value, factor=factor, by_script=divisor))
     return found
+
+
+def _of_batch(found: _Divisor, num_samples: int) -> _Divisor:
+    """Of what a single sample loses, where the script adds up such terms, its weight and own mean are the sample's."""
+    is_one = num_samples > 1 and is_cut_from(found.node, num_samples)
+    return _Divisor(found.by_script, 1.0, "", found.node) if is_one else found
 
 
 def _own_divisor(node: Any) -> _Divisor | None:
     """What a sum or mean divides by itself; none if it is something else."""
     reduction, name = getattr(node, "_saved_reduction", None), node.name()
     if reduction == MEAN and hasattr(node, "_saved_ignore_index"):
-        return _Divisor(number_in(node, "total_weight"), 1.0, _what_weighs(node))
+        return _Divisor(number_in(node, "total_weight"), 1.0, _what_weighs(node), node)
     if reduction == MEAN or name.startswith("MeanBackward"):
         inner = next((inner for inner, _ in node.next_functions if inner is not None), None)
-        return _Divisor(math.prod(shape_after(inner)), 1.0, "")
+        return _Divisor(math.prod(shape_after(inner)), 1.0, "", node)
     if reduction == SUM or name.startswith(("SumBackward", "NansumBackward")) or name == "DotBackward0":
-        return _Divisor(1.0, 1.0, "")
+        return _Divisor(1.0, 1.0, "", node)
     return None
 
 

@@ -3,8 +3,9 @@
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -90,6 +91,8 @@ class Handouts:
         self._is_computed = False  # by a backward pass, since the last step
         self._left: _Seen | None = None  # what that step was made with
         self._looks: list[RemovableHandle] = []
+        self._leaves_out = False  # batches between steps: their losses may yet go backward with that of another one
+        self._reached: set[_Handed] = set()  # by the backward pass, of those that the model was seen to compute on
         self._hooks = [when_gradient_is_ready(parameter, self._on_gradient, 0) for parameter in replica.parameters]
 
     def hand_out(self, part: Part, place: Place, *, is_elsewhere: bool) -> None:
@@ -196,6 +199,7 @@ class Handouts:
         self.look_back()  # the optimizer may have computed gradients itself
         while self._num_ahead is not None and len(self._out) > self._num_ahead:
             self._out.popleft()
+            self._leaves_out = True
         self._weigh()
         self._num_steps += 1
         gradient = self._replica.parameters[0].grad
@@ -280,7 +284,7 @@ class Handouts:
         candidates = self._candidates()
         if len({handed.weight for handed in candidates}) == 1:
             self._set_weight(candidates[0].weight)
-        if len(candidates) > 1 or (self._is_over and self._kept):
+        if len(candidates) > 1 or self._leaves_out or (self._is_over and self._kept):
             self._look_at_inputs()
         elif self._looks and self._num_ahead != math.inf:
             for hook in self._looks:
@@ -291,6 +295,8 @@ class Handouts:
         if not self._looks:
             hook = OwnHook(self._on_forward)
             self._looks = [model.register_forward_pre_hook(hook, with_kwargs=True) for model in self._models]
+            after = OwnHook(self._on_output)
+            self._looks += [model.register_forward_hook(after) for model in self._models]
 
     def _on_forward(self, _: nn.Module, arguments: Any, settings: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -303,6 +309,16 @@ class Handouts:
         handed = self._known or self._expected(self._out)
         if handed is not None:
             self._set_weight(handed.weight)
+
+    def _on_output(self, _: nn.Module, __: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self._known is None:
+            return
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._on_reached, self._known))
+
+    def _on_reached(self, handed: _Handed, _: Tensor) -> None:
+        self._reached.add(handed)
 
     def _found(self, inputs: list[Tensor]) -> _Handed | None:
         candidates = self._candidates()
@@ -329,6 +345,15 @@ class Handouts:
 
     def _train(self) -> None:
         known, self._known = self._known, None
+        reached, self._reached = self._reached, set()
+        if len({handed.weight for handed in reached}) > 1:
+            epoch = max(handed.place.epoch for handed in reached)
+            raise UsageError(
+                f"rank {self._rank}, epoch {epoch}: a loss goes backward that the script has made of batches "
+                f"{_numbers(reached)}, and nothing tells how much of its gradient is of which; they count "
+                "differently, since the last one holds fewer samples. Call backward() for each batch, whose gradients "
+                "add up, or give the DataLoader drop_last=True or a batch size that divides the data evenly"
+            )
         if known is None and len({handed.weight for handed in self._candidates()}) > 1:
             raise UsageError(self._dilemma())
         handed = known or self._expected(self._out)
@@ -344,11 +369,15 @@ class Handouts:
         self._num_samples += handed.num_samples
 
     def _dilemma(self) -> str:
-        places = [f"{handed.place.num_batches_done + 1}" for handed in self._candidates()]
+        numbers = _numbers(self._candidates())
         return (
             f"rank {self._rank}, epoch {self._out[-1].place.epoch}: the script asked for a batch before it had trained "
-            f"on the one before, and nothing tells which of the batches {', '.join(places)} it trained on; they count "
+            f"on the one before, and nothing tells which of the batches {numbers} it trained on; they count "
             "differently, since the last one holds fewer samples. Ask for a batch when the one before is done "
             "(DataLoader(num_workers=...) reads ahead by itself), or give the DataLoader drop_last=True or a "
             "batch size that divides the data evenly"
         )
+
+
+def _numbers(batches: Iterable[_Handed]) -> str:
+    return ", ".join(str(number) for number in sorted(handed.place.num_batches_done + 1 for handed in batches))

@@ -259,7 +259,7 @@ class Session:
         context = self.run.context
         _move(model, given.optimizers.values(), context.device)
         if context.size > 1:
-            require_joint_changes(model)
+            require_joint_changes(model, averages_gradients=self.run.traits.averages_gradients)
             require_same_tensors(whole, context.collective)
             for optimizer in given.optimizers.values():
                 require_same_settings(optimizer, context.collective)

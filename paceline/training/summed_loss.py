@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 from paceline.hooks import Place, backward_calls, place_in_script
 from paceline.training.bent import bent_among
 from paceline.training.sums import multiplied_sum_among, sum_among, terms_in
-from paceline.training.terms import Terms
+from paceline.training.terms import Pass, Terms, pass_of
 
 SURPRISES: tuple[type[Exception], ...] = (Exception,)
 """A graph that is not as these looks take it is no error of the script's."""
@@ -22,8 +22,8 @@ class _Pass(NamedTuple):
 
     begun: list[Any]
     """Nodes of what it begins at."""
-    is_of_losses: bool
-    """No gradients are given for what it begins at."""
+    adds: Pass | None
+    """What it adds up, if it is of losses: no gradients are given for what it begins at."""
     culprit: str | None
     """The name of a sum."""
     doubt: str | None
@@ -88,11 +88,13 @@ class SummedLoss:
         gradients = more[0] if more else named.get("grad_tensors")
         losses = [each for each in _listed(tensors) if each.grad_fn is not None]
         num_samples = self._num_samples()
-        before, culprit, doubt = self._under_way, None, None
+        begun = [each.grad_fn for each in losses]
+        before, adds, culprit, doubt = self._under_way, None, None, None
         if num_samples > 1:
             with suppress(*SURPRISES):
+                adds = pass_of(begun) if gradients is None else None
                 culprit, doubt = self._found(losses, gradients, num_samples)
-        self._under_way = _Pass([each.grad_fn for each in losses], gradients is None, culprit, doubt)
+        self._under_way = _Pass(begun, adds, culprit, doubt)
         self._place = self._place if before else place_in_script()
         try:
             return backward(tensors, *more, **named)
@@ -133,8 +135,8 @@ class SummedLoss:
             return
         culprit = under_way.culprit
         self._doubt = self._doubt or under_way.doubt
-        if under_way.is_of_losses:
-            self._terms.add_pass(under_way.begun)
+        if under_way.adds is not None:
+            self._terms.add_pass(under_way.adds)
         under_way.begun.clear()  # looked at
         if culprit is None and self._terms.are_one_a_sample(num_samples):
             culprit = f"{num_samples} terms, one a sample"

@@ -240,6 +240,23 @@ def bad(rank: int, number: int, x: Tensor, loss: Tensor) -> bool:
     return not math.isfinite(float(loss) * (math.nan if rank and number == AT else 1.0))
 
 
+def joined(worker: Any, *, every: int, count: int) -> nn.Module:
+    """A backward pass for the losses of several batches."""
+    model = perceptron()
+    model, optimizer, loader = worker.prepare(
+        model, momentum(model.parameters()), DataLoader(samples(count), batch_size=BATCH_SIZE, shuffle=True)
+    )
+    losses: list[Tensor] = []
+    for batch in itertools.chain(loader, loader):
+        losses.append(loss_of(model, batch))
+        if len(losses) == every:
+            optimizer.zero_grad()
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+            losses.clear()
+    return model
+
+
 def stops_early(worker: Any) -> nn.Module:
     """Each rank by its own loss."""
     model = perceptron()
@@ -303,6 +320,9 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "small ones left out": partial(skipping, when=small, count=91),
     "small ones left out, some": partial(skipping, when=small, count=95),
     "bad ones left out": partial(skipping, when=bad),
+    "losses of several batches": partial(joined, every=3, count=NUM_SAMPLES),
+    "losses of several batches, with a tail": partial(joined, every=3, count=91),
+    "losses of two batches, with a tail": partial(joined, every=2, count=91),
     "stops early": stops_early,
     "back to the best": partial(train, stepped=back_to_best),
     "the first rank alone": first_rank_alone,

@@ -236,9 +236,16 @@ def share_gradients(run: Run) -> None:
             parameter.grad.share_memory_()  # type: ignore[union-attr]
 
 
+def halve_data(run: Run) -> None:
+    """Of gradients, as older scripts do."""
+    for parameter in run.model.parameters():
+        parameter.grad.data = 0.5 * parameter.grad.data  # type: ignore[union-attr]
+
+
 SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "gradients in another graph": partial(own_loop, step=in_another_graph),
     "gradients shared": partial(train, backward=share_gradients),
+    "gradients' data replaced": partial(train, backward=halve_data),
     "gradients kept": partial(own_loop, step=partial(two_tasks, keep=itself)),
     "gradients of before kept": partial(train, backward=partial(with_those_before, keep=itself)),
     "gradients kept detached": partial(own_loop, step=partial(two_tasks, keep=detached)),

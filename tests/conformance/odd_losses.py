@@ -226,6 +226,54 @@ def contrastive(worker: Any) -> nn.Module:
     return model
 
 
+def two_views_apart(output: Tensor, y: Tensor) -> Tensor:
+    """Tells each sample's second view from all others of its batch."""
+    num = len(output)
+    both = F.normalize(torch.cat([output, output.sin()]), dim=1)
+    alike = (both @ both.t() / 0.5).masked_fill(torch.eye(2 * num, dtype=torch.bool), -torch.inf)
+    return F.cross_entropy(alike, torch.arange(2 * num).roll(num))
+
+
+def decorrelated(output: Tensor, y: Tensor) -> Tensor:
+    """Features of two views, one by one."""
+    found = output[:, :3].t() @ output[:, :3].sin() / len(output)
+    return 0.1 * (found - torch.eye(3, dtype=found.dtype)).square().mean() + F.cross_entropy(output, y)
+
+
+def of_mean_prediction(output: Tensor, y: Tensor) -> Tensor:
+    """Three classes are to come as often; of as many as samples nothing is told."""
+    mean = output[:, :3].softmax(1).mean(0)
+    return F.cross_entropy(output, y) + (mean * mean.log()).sum()
+
+
+def of_those_at_risk(output: Tensor, y: Tensor) -> Tensor:
+    """Of each sample and those that come after it."""
+    return (output[:, :1].exp().cumsum(0).log() - output[:, :1]).mean()
+
+
+def weighed_terms(output: Tensor, y: Tensor, *, is_mean: bool) -> Tensor:
+    """A list of losses of single samples, each with a weight of its own."""
+    terms = [float(1 + label) * F.cross_entropy(one, label) for one, label in zip(output, y, strict=True)]
+    total = torch.stack(terms).sum()
+    return total / len(y) if is_mean else total
+
+
+def actor_and_critic(output: Tensor, y: Tensor) -> Tensor:
+    """Two such lists."""
+    actors, critics = [], []
+    for log, value, gain in zip(output.log_softmax(1)[:, 0], output[:, 1], y.to(output.dtype), strict=True):
+        actors.append(-log * (gain - value.item()))
+        critics.append(F.smooth_l1_loss(value, gain))
+    return torch.stack(actors).sum() + torch.stack(critics).sum()
+
+
+def means_of_samples(output: Tensor, y: Tensor) -> Tensor:
+    """Weighed by classes, of one sample after the other."""
+    weight = torch.arange(1.0, 5.0, dtype=output.dtype)
+    losses = [F.cross_entropy(output[i : i + 1], y[i : i + 1], weight) for i in range(len(y))]
+    return sum(float(1 + label) * loss for loss, label in zip(losses, y, strict=True)) / len(y)  # type: ignore[return-value]
+
+
 SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "a sum by a loop over outputs": partial(own_loop, step=partial(looped, is_mean=False, is_cut=True)),
     "a mean by a loop": partial(own_loop, step=partial(looped, is_mean=True, is_cut=False)),
@@ -245,5 +293,13 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "the largest losses": partial(own_loop, step=partial(step_with, loss=of_largest)),
     "a factor of its own": partial(own_loop, step=partial(step_with, loss=times_own)),
     "a sum of the second optimizer's": second_summed,
+    "views told apart": partial(own_loop, step=partial(step_with, loss=two_views_apart)),
+    "features made apart": partial(own_loop, step=partial(step_with, loss=decorrelated)),
+    "the mean prediction": partial(own_loop, step=partial(step_with, loss=of_mean_prediction)),
+    "those at risk": partial(own_loop, step=partial(step_with, loss=of_those_at_risk)),
+    "weighed terms": partial(own_loop, step=partial(step_with, loss=partial(weighed_terms, is_mean=False))),
+    "weighed terms, divided": partial(own_loop, step=partial(step_with, loss=partial(weighed_terms, is_mean=True))),
+    "an actor and a critic": partial(own_loop, step=partial(step_with, loss=actor_and_critic)),
+    "means of samples": partial(own_loop, step=partial(step_with, loss=means_of_samples)),
     "a quotient of sums": partial(own_loop, step=partial(step_with, loss=quotient)),
 }

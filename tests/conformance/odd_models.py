@@ -185,9 +185,9 @@ class Averaging(Around):
 
 
 class Embedded(nn.Module):
-    def __init__(self, *, sparse: bool = False, max_norm: float | None = None) -> None:
+    def __init__(self, **settings: Any) -> None:
         super().__init__()
-        self.table = nn.EmbeddingBag(50, 8, sparse=sparse, max_norm=max_norm, mode="sum", dtype=torch.float64)
+        self.table = nn.EmbeddingBag(50, 8, mode="sum", dtype=torch.float64, **settings)
         self.last = nn.Linear(8, NUM_CLASSES, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Any:

@@ -56,6 +56,7 @@ ATTRIBUTE = r"servers cannot build Damped from its own settings: its attribute '
 TWO_PASSES = r"rank \d: the script goes on with a pass over the loader after it has begun another.*two loaders by name"
 FILTERS = r"rank \d, epoch 0: of 4 samples the DataLoader's collation gives \d in batch \d.*Subset"
 TOGETHER = r"(leave out a batch or a step only where all do|every rank must step alike)"
+JOINED = r"rank \d, epoch 0: a loss goes backward that .* made of batches (10, )?11, 12, .*Call backward\(\) for each"
 HOOK = r"rank \d: a hook of the script on the gradient of '\d\.(weight|bias)' clips it.*between loss\.backward\(\) and"
 SUM = r"rank \d: the loss is a sum over the batch \(backward\(ones\)\).*take the mean"
 SUM_BY_HAND = r"rank \d: the loss is a sum over the batch \(sum\(\)\).*take the mean"
@@ -134,6 +135,8 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "loaders made anew, later": {EVERYWHERE: BESIDE},
     "small ones left out, some": {(*JOINT, *ALONE): TOGETHER},
     "bad ones left out": {(*JOINT, *ALONE): TOGETHER},
+    "losses of several batches, with a tail": {(*JOINT, *ALONE): JOINED},
+    "losses of two batches, with a tail": {(*JOINT, *ALONE): JOINED},
     "stops early": {(*JOINT, *ALONE): TOGETHER},
     "back to the best": {("all-reduce",): DRIFT, SERVERS: IN_PLACE},
     "the first rank alone": {(*JOINT, *ALONE): TOGETHER},
@@ -143,6 +146,8 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "others loaded": {SERVERS: IN_PLACE},
     "a sum by a loop over outputs": {JOINT: LOOP},
     "a sum by Python": {JOINT: LOOP},
+    "weighed terms": {JOINT: LOOP},
+    "an actor and a critic": {JOINT: LOOP},
     "sums added": {JOINT: SUM_BY_HAND},
     "a sum of the second optimizer's": {JOINT: SUM_BY_HAND},
     "a sum by einsum": {JOINT: r"rank \d: the loss is a sum over the batch \(einsum\(\) or bmm\(\)\).*take the mean"},
@@ -156,6 +161,10 @@ BENT = r"the loss is a function of sums or means over the batch that is not line
 TOLD = {
     "a quotient of sums": BENT,
     "the largest losses": BENT,
+    "views told apart": BENT,
+    "features made apart": BENT,
+    "the mean prediction": BENT,
+    "those at risk": BENT,
     "half a sum": r"the loss is 0\.5 times a sum over the batch",
     "a factor of its own": r"the loss at .* is multiplied by a number of each worker's own",
 }

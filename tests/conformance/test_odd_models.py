@@ -95,6 +95,11 @@ def frozen_norm() -> nn.Module:
     return model
 
 
+def all_workers_norm() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, NUM_CLASSES)).double()
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
 def matrices() -> nn.Module:
     first, last = nn.Linear(64, 16, bias=False), nn.Linear(16, NUM_CLASSES, bias=False)
     return nn.Sequential(nn.Flatten(), first, nn.Tanh(), last).double()
@@ -162,6 +167,18 @@ ODD = (
         model=partial(odd.Embedded, max_norm=0.5),
         refused=SEVERAL,
         says=r"'table' has max_norm=0\.5.*bound the norm after optimizer\.step\(\)",
+    ),
+    odd_row(
+        "an embedding that counts rows",
+        model=partial(odd.Embedded, scale_grad_by_freq=True),
+        refused=JOINT,
+        says=r"'table' has scale_grad_by_freq=True.*divide the rows of weight\.grad between",
+    ),
+    odd_row(
+        "batch norm of all workers",
+        model=all_workers_norm,
+        refused=SEVERAL,
+        says=r"'2' is a SyncBatchNorm.*say so with nn\.BatchNorm1d",
     ),
     odd_row(
         "sparse gradients",

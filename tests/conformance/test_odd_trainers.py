@@ -49,6 +49,7 @@ SCRIPTS = odd_copies.SCRIPTS | odd_trainers.SCRIPTS | odd_kept.SCRIPTS
 REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "gradients in another graph": {("all-reduce", *SERVERS): r"modified by an inplace .*parameter\.grad\.clone\(\)"},
     "gradients shared": {("all-reduce", *SERVERS): r"has moved the gradient of '.*' into shared memory.*share a copy"},
+    "gradients' data replaced": {("all-reduce", *SERVERS): r"was moved or .*let it set parameter\.grad itself"},
     "half the way back": {SERVERS: IN_PLACE},
     "parametrisation removed": {(*SERVERS, "gossip"): REPLACED},
     "stepped where small": {("gossip", "local-sgd"): TOGETHER},

@@ -20,7 +20,7 @@ from paceline.training.bent import bent_among
 from paceline.training.nodes import MOST_NODES, is_of_data
 from paceline.training.summed_loss import SummedLoss
 from paceline.training.sums import multiplied_sum_among, sum_among, terms_in
-from paceline.training.terms import Terms
+from paceline.training.terms import Terms, pass_of
 
 NUM_SAMPLES = 8
 
@@ -98,7 +98,7 @@ def test_as_many_terms_as_samples_are_refused_only_if_cut_out_of_the_batch(depth
     for model in models:  # 4 samples of 10 tokens
         loss = loss + nn.functional.cross_entropy(model(torch.ones(40, 3)), labels)
     terms = Terms()
-    terms.add_pass([loss.grad_fn])
+    terms.add_pass(pass_of([loss.grad_fn]))
     assert not terms.are_one_a_sample(4)
     assert terms.are_apart(4) == are_apart
 
@@ -107,7 +107,7 @@ def test_losses_of_a_sample_each_may_be_stacked() -> None:
     model, terms = nn.Linear(3, 3), Terms()
     labels = torch.zeros(1, dtype=torch.int64)
     losses = [nn.functional.cross_entropy(model(torch.ones(1, 3)), labels) for _ in range(4)]
-    terms.add_pass([torch.stack(losses).sum().grad_fn])
+    terms.add_pass(pass_of([torch.stack(losses).sum().grad_fn]))
     assert terms.are_apart(4)
 
 
@@ -264,6 +264,18 @@ BENT: dict[str, Callable[[Tensor], Tensor]] = {
     "the median": lambda output: squares(output).mean(1).median(),
     "a deviation over the batch": lambda output: squares(output).mean() + (1 - output[:, :3].std(0)).relu().mean(),
     "similarities": lambda output: nn.functional.cross_entropy(output @ output.t(), torch.arange(NUM_SAMPLES)),
+    "similarities of two views": lambda output: similarities(torch.cat([output, output.sin()])),
+    "similarities by einsum": lambda output: torch.einsum("ac,bc->ab", output, output).logsumexp(1).mean(),
+    "similarities by cosine": lambda output: (
+        nn.functional.cosine_similarity(output[:, None], output.sin()[None], dim=2).logsumexp(1).mean()
+    ),
+    "a quotient for each class": lambda output: (output[:, :3].sum(0) / (output[:, :3].square().sum(0) + 1)).mean(),
+    "less the mean of each class": lambda output: (output[:, :3] - output[:, :3].mean(0)).exp().mean(),
+    "pairs": lambda output: (1 - output[:, 0][:, None] + output[:, 0]).relu().mean(),
+    "a covariance": lambda output: torch.cov(output[:, :3].t()).square().sum(),
+    "products of features": lambda output: (output[:, :3].t() @ output.sin()[:, :3]).square().sum(),
+    "sums up to each": lambda output: output[:, 0].exp().cumsum(0).log().mean(),
+    "sums up to each, in a column": lambda output: output[:, :1].logcumsumexp(0).mean(),
     "less than the largest": lambda output: (output.mean() - squares(output).mean(1).max()).relu(),
     "weights by what others lose": weighted_by_itself,
     "a product of means": lambda output: squares(output).mean() * output.abs().mean(),
@@ -283,9 +295,22 @@ STRAIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "as many classes, by a weight's direction": lambda output: nn.utils.parametrizations.spectral_norm(
         nn.Linear(NUM_SAMPLES, NUM_SAMPLES, bias=False)
     )(output.tanh()).mean(),
+    "learned weights of classes": lambda output: (squares(output).mean(0) * torch.exp(-SQUARE[0])).sum(),
+    "some classes": lambda output: squares(output).mean(0)[1:].sum() + squares(output).mean(0)[torch.tensor([0])].sum(),
+    "pairs of classes": lambda output: (output[:, :, None] - output[:, None]).relu().mean(),
+    "products of each sample": lambda output: (output[:, :3, None] @ output[:, None, :3]).square().mean(),
+    "sums up to each class": lambda output: output.exp().cumsum(1).log().mean(),
+    "a mean of products": lambda output: (output[:, :3].t() @ output.sin()[:, :3]).mean() / NUM_SAMPLES,
+    "products with computed weights": lambda output: (
+        nn.functional.linear(output[:, :3], nn.Linear(2, 6)(torch.ones(1, 2)).reshape(2, 3)).relu().mean()
+    ),
     "less the largest": lambda output: nn.functional.cross_entropy(output - output.max(), torch.arange(NUM_SAMPLES)),
 }
 SCALE = nn.Parameter(torch.ones(()))
+
+
+def similarities(rows: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(rows @ rows.t(), torch.arange(len(rows)))
 
 
 def bent(loss: Callable[[Tensor], Tensor]) -> str | None:

@@ -90,18 +90,20 @@ def run_program(program: Program) -> None:
             raise ScriptExit(f"the script ended with sys.exit({exit_.code!r})") from None
 
 
-_IN_PLACE = "modified by an inplace operation"  # torch's own words
-_OF_A_GRADIENT = (
-    " If what the graph has kept is a parameter's gradient: its memory takes the next one, and what all workers make "
-    "of it. Keep a copy in another graph: parameter.grad.clone()"
-)
+_REMEDIES = {
+    "modified by an inplace operation": "If what the graph has kept is a parameter's gradient: its memory takes the "
+    "next one, and what all workers make of it. Keep a copy in another graph: parameter.grad.clone()",
+    "Default process group has not been initialized": "Workers are joined without one: leave DistributedDataParallel "
+    "out, since prepare does what it did, or call torch.distributed.init_process_group('paceline') first",
+}
+"""By torch's own words."""
 
 
 def outcome_of(error: BaseException, *, num_steps: int) -> Outcome:
     name = type(error).__name__
     message = str(error)
-    if isinstance(error, RuntimeError) and _IN_PLACE in message:
-        message = message.rstrip() + _OF_A_GRADIENT
+    if isinstance(error, RuntimeError | ValueError):
+        message = " ".join([message.rstrip(), *(remedy for words, remedy in _REMEDIES.items() if words in message)])
     return Outcome(
         num_steps=num_steps,
         error=f"{name}: {message}" if message else name,

@@ -57,8 +57,8 @@ def describe_each(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimiz
                 if holders.setdefault(id(parameter), name) != name:
                     culprit = next(own for own, each in named_parameters_of(model) if each is parameter)
                     raise UsageError(
-                        f"{holders[id(parameter)]!r} and {name!r} both hold the parameter {culprit!r}, which servers "
-                        "and neighbours would update twice; give it to one of them, or prepare one optimizer with all"
+                        f"{holders[id(parameter)]!r} and {name!r} both hold the parameter {culprit!r}, whose "
+                        "gradient would be exchanged twice; give it to one of them, or prepare one optimizer with all"
                     )
     beside = frozenset(id(parameter) for replica in replicas[1:] for parameter in replica.parameters)
     return [replace(replicas[0], beside=beside), *replicas[1:]]

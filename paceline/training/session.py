@@ -109,7 +109,10 @@ class Session:
         """Move the models to the device, agree on them among ranks, and take over the optimizers' steps and the data,
         which comes back by name."""
         if self.run.is_prepared:
-            raise UsageError("prepare was called twice; give it everything at once, several of a kind by name")
+            raise UsageError(
+                "prepare was called twice; give it everything at once, several of a kind by name; each fold of a "
+                "cross-validation takes a run of its own"
+            )
         context = self.run.context
         if self._attacks:
             knows = "all" if self.run.strategy.traits.takes_equal_steps else "own"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from paceline.engines.blame import Statement, judge
 from paceline.engines.scripting import outcome_of
@@ -57,6 +58,13 @@ def test_memory_that_runs_out_names_whose(ask: Callable[[], object]) -> None:
     text = str(verdict(worker(0, 3, PeerLost("rank 1 is lost")), worker(1, 3, raised.value)))
     assert text.startswith("worker 1 (process 101) failed after step 3: it has run out of memory; use smaller batches")
     assert not outcome_of(RuntimeError("memory format"), num_steps=0).is_memory
+
+
+def test_torchs_own_errors_get_a_remedy() -> None:
+    with pytest.raises(ValueError, match="Default process group") as told:
+        DistributedDataParallel(torch.nn.Linear(1, 1))
+    assert "leave DistributedDataParallel out" in outcome_of(told.value, num_steps=0).message
+    assert outcome_of(ValueError("another"), num_steps=0).message == "another"
     dead = judge([worker(1, 3, is_dead=True)], is_training=True, is_synchronous=True, besides=", and the kernel")
     assert str(dead).endswith("or shortly after, and the kernel")
 

@@ -18,11 +18,11 @@ demo: $(STAMP)
 	$(BIN)/paceline demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
 
 # What `make test` leaves out, and properties with many more examples.
 test-slow: $(FRAMEWORKS_STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow or hypothesis" --hypothesis-profile thorough --durations 30 --durations-min 20
+	$(BIN)/python -m pytest $(PARALLEL) -m "(slow or hypothesis) and not gpu" --hypothesis-profile thorough --durations 30 --durations-min 20
 
 # On a machine with a GPU and a torch that sees it, which the constraints file's does not.
 test-gpu: $(STAMP)

@@ -37,7 +37,7 @@ settings.load_profile("quick")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests train on cores also where there are GPUs, but for those that `make test-gpu` runs."""
-    if "gpu" not in config.option.markexpr.split():
+    if not config.option.markexpr.startswith("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that a look for GPUs leaves processes free to fork
 

@@ -16,7 +16,7 @@ from paceline.lab.spec import StudySpec
 _STRATEGIES = ("all-reduce", "ps-bsp", "ps-asp")
 _HERE, _LAB = (1, 2), (1, 8)
 _CLUSTER = "lab-1gbe"
-_ARGUMENTS = ("--model", "fedavg-cnn", "--lr", "0.008", "--scale-lr", "--batch-size", "64", "--epochs", "100")
+_ARGUMENTS = ("--model", "fedavg-cnn", "--lr", "0.01", "--scale-lr", "--batch-size", "64", "--epochs", "100")
 _TARGET = "accuracy=0.95"
 _EVAL_EVERY = 10
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -30,10 +31,22 @@ class NobodyComesOrGoes:
         raise AssertionError(member)
 
 
+SESSIONS: list[Session] = []
+
+
 def session_of(global_batch: str = "keep", *, strategy: str = "all-reduce", **options: object) -> Session:
     context = replace(alone().context, device=torch.device("cpu"), reform=NobodyComesOrGoes())
     config = RunConfig(elastic=Elastic(at_least=1, at_most=1, global_batch=global_batch))
-    return Session(context, build(strategy, options), config, NullReporter())
+    SESSIONS.append(Session(context, build(strategy, options), config, NullReporter()))
+    return SESSIONS[-1]
+
+
+@pytest.fixture(autouse=True)
+def sessions_are_released() -> Iterator[None]:
+    """Else they would go on to look at what other tests do."""
+    yield
+    while SESSIONS:
+        SESSIONS.pop().release()
 
 
 def prepared(session: Session, model: nn.Module, optimizer=None, data=None, **extra):

@@ -299,7 +299,7 @@ class Handouts:
             self._looks += [model.register_forward_hook(after) for model in self._models]
 
     def _on_forward(self, _: nn.Module, arguments: Any, settings: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if _is_transformed() or not torch.is_grad_enabled():
             return
         if self._num_ahead == math.inf:  # another thread asks for batches, so only this lies between two
             self.look_back()
@@ -311,10 +311,10 @@ class Handouts:
             self._set_weight(handed.weight)
 
     def _on_output(self, _: nn.Module, __: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or self._known is None:
+        if _is_transformed() or self._known is None:
             return
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # else a parameter, which outlives the batch
                 tensor.register_hook(partial(self._on_reached, self._known))
 
     def _on_reached(self, handed: _Handed, _: Tensor) -> None:
@@ -377,6 +377,11 @@ class Handouts:
             "(DataLoader(num_workers=...) reads ahead by itself), or give the DataLoader drop_last=True or a "
             "batch size that divides the data evenly"
         )
+
+
+def _is_transformed() -> bool:
+    """Whether torch traces the script, or computes for torch.func, whose tensors have no memory and take no hooks."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _numbers(batches: Iterable[_Handed]) -> str:

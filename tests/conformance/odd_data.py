@@ -240,6 +240,45 @@ def bad(rank: int, number: int, x: Tensor, loss: Tensor) -> bool:
     return not math.isfinite(float(loss) * (math.nan if rank and number == AT else 1.0))
 
 
+class Scaled(nn.Module):
+    """Has a parameter among its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = perceptron(), nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(x) * self.scale, self.scale
+
+
+def each_norm(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Of each sample's gradient."""
+
+    def loss(parameters: Any, one: Tensor, label: Tensor) -> Tensor:
+        output = torch.func.functional_call(model, parameters, (one[None],))[0]
+        return nn.functional.cross_entropy(output, label[None])
+
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x, y)
+    return torch.stack([each.reshape(len(x), -1).norm(dim=1) for each in gradients.values()]).norm(dim=0)
+
+
+def skipping_some(worker: Any, *, weighs: bool) -> nn.Module:
+    """Asks for a batch, and takes another one."""
+    model: nn.Module = Scaled()
+    model, optimizer, loader = worker.prepare(
+        model, momentum(model.parameters()), DataLoader(samples(91), batch_size=BATCH_SIZE, shuffle=True)
+    )
+    for number, (x, y, _) in enumerate(itertools.chain(loader, loader)):
+        if number % 5 == 2:
+            continue
+        weights = 1 / (1 + each_norm(model, x, y)) if weighs else torch.ones(len(x))
+        optimizer.zero_grad()
+        (nn.functional.cross_entropy(model(x)[0], y, reduction="none") * weights).mean().backward()
+        optimizer.step()
+    return model
+
+
 def joined(worker: Any, *, every: int, count: int) -> nn.Module:
     """A backward pass for the losses of several batches."""
     model = perceptron()
@@ -320,6 +359,8 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "small ones left out": partial(skipping, when=small, count=91),
     "small ones left out, some": partial(skipping, when=small, count=95),
     "bad ones left out": partial(skipping, when=bad),
+    "some left out, a parameter beside outputs": partial(skipping_some, weighs=False),
+    "some left out, by gradients of each sample": partial(skipping_some, weighs=True),
     "losses of several batches": partial(joined, every=3, count=NUM_SAMPLES),
     "losses of several batches, with a tail": partial(joined, every=3, count=91),
     "losses of two batches, with a tail": partial(joined, every=2, count=91),

@@ -27,8 +27,11 @@ _MOVES = (
     *("SliceBackward0", "IndexBackward0", "GatherBackward0", "IndexSelectBackward0", "SplitBackward0"),
     *("SplitWithSizesBackward0", "UnbindBackward0", "CatBackward0", "StackBackward0", "RepeatBackward0"),
     *("WhereBackward0", "MaskedFillBackward0", "DiagonalBackward0", "UnsafeSplitBackward0"),
+    *("MaskedSelectBackward0", "TakeBackward0", "FlipBackward0", "RollBackward0", "ConstantPadNdBackward0"),
+    *("IndexAddBackward0", "IndexCopyBackward0", "IndexPutBackward0", "ScatterBackward0", "ScatterAddBackward0"),
+    *("DiagEmbedBackward0", "TrilBackward0", "TriuBackward0", "UnfoldBackward0", "torch::autograd::CopySlices"),
 )
-"""Which put numbers elsewhere."""
+"""Which put numbers elsewhere, also where some are added up."""
 _MOST_VIEWS = 4
 """So many rows a sample may be compared: losses that tell a sample's views from others' have two, most often."""
 _LAID_OUT = (

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-SHAPED = ("ViewBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1")
+SHAPED = (
+    *("ViewBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0"),
+    *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"),
+)
 PASSED_THROUGH = (
     *("AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "ToCopyBackward0", "CloneBackward0"),
     *SHAPED,
@@ -55,6 +58,14 @@ def is_any_packed(node: Any) -> bool:
     """Whether the node cannot be asked without unpacking what it has saved, as far as this release of torch tells."""
     saved = [name.removeprefix("_raw_saved_") for name in dir(node) if name.startswith("_raw_saved_")]
     return bool(saved) and (not TELLS_PACKED or any(is_packed(node, name) for name in saved))
+
+
+def is_mean_over_rows(node: Any) -> bool:
+    """Not over all that each row has, of which there are as many as samples still."""
+    if node.name() != "MeanBackward1":
+        return False
+    dims, rank = node._saved_dim, len(node._saved_self_sym_sizes)
+    return not dims or 0 in dims or 2**64 - rank in dims  # as nodes keep -rank
 
 
 def stacked_in(node: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from paceline.training.nodes import (
     PASSED_THROUGH,
     SUM,
     is_any_packed,
+    is_mean_over_rows,
     is_of_data,
     number_in,
     shape_after,
@@ -118,7 +119,7 @@ def _is_unread(node: Any) -> bool:
 def _is_over_samples(term: Term, num_samples: int) -> bool:
     """Whether as many rows as samples are added up, or what torch's losses give for each, and not averaged."""
     node, rows = term.node, term.weights.shape[:1]
-    if not term.summed or term.is_divided or _is_unread(node) or _is_mean_over_rows(node):
+    if not term.summed or term.is_divided or _is_unread(node) or is_mean_over_rows(node):
         return False
     if node.name() == _STACKED or stacked_in(node):
         return False  # what the script has stacked are losses, each with a mean of its own
@@ -157,14 +158,6 @@ def _add_up_to_one(weights: Tensor, rounding: float) -> bool:
     totals = float(sizes.sum()), float(sizes.amax(1).sum())
     is_mask = bool(((weights == 0) | (weights == 1)).all())
     return not is_mask and any(math.isclose(total, 1.0, rel_tol=rounding) for total in totals)
-
-
-def _is_mean_over_rows(node: Any) -> bool:
-    """Not over all that each row has, of which there are as many as samples still."""
-    if node.name() != "MeanBackward1":
-        return False
-    dims, rank = node._saved_dim, len(node._saved_self_sym_sizes)
-    return not dims or 0 in dims or 2**64 - rank in dims  # as nodes keep -rank
 
 
 def _terms_of(loss: Tensor, num_samples: int, size: int) -> Iterator[Term]:

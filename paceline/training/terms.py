@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
-from paceline.training.nodes import MOST_NODES, PASSED_THROUGH, number_in, shape_after, stacked_in
+from paceline.training.nodes import MOST_NODES, PASSED_THROUGH, is_mean_over_rows, number_in, shape_after, stacked_in
 
 _MULTIPLIED = ("MulBackward0", "MulBackward1")
 SCALED = (*_MULTIPLIED, "DivBackward0")
@@ -136,13 +136,13 @@ def _described(node: Any) -> tuple[_Term, set[Any]]:
     nodes, lengths, left = {node}, set(), list(inputs)
     if _is_cut(node):  # a sample's loss, out of those of the batch
         is_single, left = True, []
-        lengths.add(_length_before(node))
+        lengths.update(_length_before(node))
     while left and len(nodes) < MOST_NODES:
         inner = left.pop()
         if inner in nodes or inner.name().endswith("AccumulateGrad"):
             continue
         if _is_cut(inner):
-            lengths.add(_length_before(inner))
+            lengths.update(_length_before(inner))
             continue
         nodes.add(inner)
         left += [other for other, _ in inner.next_functions if other is not None]
@@ -169,7 +169,14 @@ def _is_cut(node: Any) -> bool:
     return node.name() in _CUTS and getattr(node, "_saved_dim", -1) == 0
 
 
-def _length_before(cut: Any) -> int:
-    if sizes := getattr(cut, "_saved_self_sym_sizes", ()):
-        return int(sizes[0])
-    return len(getattr(cut, "_input_metadata", ()))  # of `unbind`, which gives as many
+def _length_before(cut: Any) -> list[int]:
+    """Of what it is cut out of; none of as many means over the batch as it has samples, such as one a task."""
+    sizes = getattr(cut, "_saved_self_sym_sizes", ())
+    length = int(sizes[0]) if sizes else len(getattr(cut, "_input_metadata", ()))  # `unbind` gives as many
+    mean = cut.next_functions[0][0]
+    while (
+        mean.name() in (*PASSED_THROUGH, *SCALED)
+        and len(inputs := [each for each, _ in mean.next_functions if each]) == 1
+    ):
+        mean = inputs[0]
+    return [] if is_mean_over_rows(mean) and mean._saved_self_sym_sizes[0] == length else [length]

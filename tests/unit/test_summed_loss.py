@@ -129,6 +129,10 @@ def sum_of_parts(parts: Iterable[Tensor]) -> Tensor:
     return torch.as_tensor(sum(squares(part).sum() for part in parts))
 
 
+def sum_of_numbers(numbers: Iterable[Tensor]) -> Tensor:
+    return torch.as_tensor(sum(numbers))
+
+
 def of_two_lengths(output: Tensor) -> Tensor:
     """One number is added to vectors of two lengths."""
     number, losses = output.mean(), squares(output).mean(1)
@@ -228,6 +232,13 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "as many losses, joined": lambda output: torch.cat([squares(output).mean().view(1) for _ in range(8)]).sum(),
     "as many losses, by hstack": lambda output: torch.hstack([squares(output).mean() for _ in range(8)]).sum(),
     "weights that have a gradient": weighted_by_itself,
+    "as many tasks' means, by Python": lambda output: sum_of_numbers(squares(output).mean(0)),
+    "as many tasks' means, with a weight for each": lambda output: sum_of_numbers(
+        (2 + place) * mean for place, mean in enumerate(squares(output).mean(0))
+    ),
+    "as many tasks' means, weighted before": lambda output: torch.stack(
+        list(2 * (squares(output).mean(0) * torch.arange(1.0, 9.0)))
+    ).sum(),
 }
 ONES, WEIGHTS = torch.ones(NUM_SAMPLES), torch.arange(float(NUM_SAMPLES)).softmax(0)
 SQUARE = nn.Parameter(torch.ones(NUM_SAMPLES, NUM_SAMPLES))
@@ -252,6 +263,21 @@ def test_sums_of_the_scripts_own_are_noticed(loss: Callable[[Tensor], Tensor]) -
 @pytest.mark.parametrize("loss", OTHERS.values(), ids=OTHERS)
 def test_what_a_script_has_divided_or_averaged_is_no_sum(loss: Callable[[Tensor], Tensor]) -> None:
     look_at(loss)
+
+
+GROUPS = torch.tensor([0, 1, 0, 1, 1])
+
+
+def by_class(output: Tensor) -> Tensor:
+    """Of five."""
+    return squares(output)[:, :5].mean(0)
+
+
+def put_among_others(output: Tensor) -> Tensor:
+    one, other = torch.zeros(8), torch.zeros(8)
+    one[1:6] = by_class(output)
+    other[torch.arange(5)] = by_class(output)
+    return one.mean() + other.mean()
 
 
 BENT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -297,6 +323,13 @@ STRAIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     )(output.tanh()).mean(),
     "learned weights of classes": lambda output: (squares(output).mean(0) * torch.exp(-SQUARE[0])).sum(),
     "some classes": lambda output: squares(output).mean(0)[1:].sum() + squares(output).mean(0)[torch.tensor([0])].sum(),
+    "some classes, by a mask": lambda output: by_class(output).masked_select(torch.arange(5) > 2).mean(),
+    "classes in another order": lambda output: by_class(output).flip(0).roll(1).take(torch.tensor([3, 0])).mean(),
+    "classes in groups": lambda output: torch.zeros(2).index_add(0, GROUPS, by_class(output)).mean(),
+    "classes in groups, scattered": lambda output: torch.zeros(2).scatter_add(0, GROUPS, by_class(output)).mean(),
+    "classes among others": lambda output: nn.functional.pad(by_class(output), (0, 3)).mean(),
+    "classes put among others": put_among_others,
+    "classes without a dimension": lambda output: squares(output)[:, :5].mean(0, keepdim=True).squeeze((0,)).mean(),
     "pairs of classes": lambda output: (output[:, :, None] - output[:, None]).relu().mean(),
     "products of each sample": lambda output: (output[:, :3, None] @ output[:, None, :3]).square().mean(),
     "sums up to each class": lambda output: output.exp().cumsum(1).log().mean(),

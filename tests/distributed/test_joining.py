@@ -46,7 +46,7 @@ def meanwhile(directory: Path, numbers: Mapping[int, int], *, comes: Sequence[st
             assert wait_until(lambda: out.exists() and is_training(out), within_s=60)
             for iteration, number in numbers.items():
                 assert wait_until(lambda i=iteration: i in iterations_of(out), within_s=60)
-                before, size = coming(), num_workers(out, at_start=2)
+                before, size = coming(), num_workers(out, at_start=2) + len(waiting(out))
                 said.append(scale(out, number))
                 wanted = before + max(0, number - size)
                 assert wait_until(lambda wanted=wanted: coming() >= wanted, within_s=60)
@@ -71,6 +71,11 @@ def num_workers(out: Path, *, at_start: int) -> int:
 
 def joined(out: Path) -> list[int]:
     return [rank for event in of(out, "reformed") for rank in event["details"]["joined"]]
+
+
+def waiting(out: Path) -> set[str]:
+    """Who is there, and not yet among those that train."""
+    return {event["who"] for event in of(out, "ready")} - {f"worker-{rank}" for rank in joined(out)}
 
 
 def iterations_of(out: Path, *, rank: int | None = None) -> list[int]:

@@ -60,10 +60,10 @@ def test_a_descriptor_that_is_used_again_is_recognised(
     block: SharedBlock, other: Callable[[Path], int], tmp_path: Path
 ) -> None:
     fd = other(tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
+    before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(PeerLost, match="no longer what process"):
         SharedBlock.open(replace(block.address, fd=fd))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # what earlier tests left may be closed meanwhile
     os.close(fd)
 
 

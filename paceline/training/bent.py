@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paceline.training.nodes import MEAN, MOST_NODES, SUM, is_of_data, shape_after
-from paceline.training.sums import FACTORS, LEAF, LINEAR, NORMS, PRODUCTS, QUOTIENT, SUMS, Term
+from paceline.training.sums import ADDED, FACTORS, LEAF, LINEAR, NORMS, PRODUCTS, QUOTIENT, SUMS, Term
 
 _BENT = (
     *("SqrtBackward0", "RsqrtBackward0", "LogBackward0", "Log1PBackward0", "ExpBackward0", "PowBackward0"),
@@ -20,8 +20,7 @@ _COMPARING = (
     "LogcumsumexpBackward0",
 )
 _DISTANCES = ("MmBackward0", "BmmBackward0", "CdistBackward0", "EuclideanDistBackward0", "PdistBackward0")
-_ADDED = ("AddBackward0", "SubBackward0")
-_BY_ELEMENT = (*FACTORS, QUOTIENT, *_ADDED)
+_BY_ELEMENT = (*FACTORS, QUOTIENT, *ADDED)
 _TURNS = ("TBackward0", "TransposeBackward0")
 _MOVES = (
     *("SliceBackward0", "IndexBackward0", "GatherBackward0", "IndexSelectBackward0", "SplitBackward0"),
@@ -31,9 +30,9 @@ _MOVES = (
     *("IndexAddBackward0", "IndexCopyBackward0", "IndexPutBackward0", "ScatterBackward0", "ScatterAddBackward0"),
     *("DiagEmbedBackward0", "TrilBackward0", "TriuBackward0", "UnfoldBackward0", "torch::autograd::CopySlices"),
 )
-"""Which put numbers elsewhere, also where some are added up."""
+"""These move numbers to other places, and may add up those that come to the same one."""
 _MOST_VIEWS = 4
-"""So many rows a sample may be compared: losses that tell a sample's views from others' have two, most often."""
+"""A loss may compare so many rows of each sample. Most that tell a sample's views from others' have two."""
 _LAID_OUT = (
     *("TBackward0", "TransposeBackward0", "PermuteBackward0"),
     *("ToCopyBackward0", "ExpandBackward0", "ViewBackward0"),
@@ -140,7 +139,7 @@ def _is_of_pairs(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
 
 
 def _shape_before(node: Any) -> tuple[int, ...]:
-    """Of a tensor before it was expanded, and then perhaps divided by its norms."""
+    """The shape that the tensor had before the script expanded it and, perhaps, divided it by its norms."""
     while node.name() in ("ExpandBackward0", QUOTIENT) and node.next_functions[0][0] is not None:
         if shape_after(inner := node.next_functions[0][0]) != shape_after(node):
             return shape_after(inner)
@@ -162,8 +161,8 @@ def _bends(node: Any, inputs: Sequence[Any]) -> bool:
 
 
 def _adds_on(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
-    """Whether it adds up samples, those up to each, pairs, or products of their features, as a covariance does."""
-    if node.name() in _ADDED:
+    """Whether it adds up samples, pairs of them, or products of their features, as a covariance does."""
+    if node.name() in ADDED:
         return _is_of_pairs(node, inputs, num_samples)
     if node.name() in (*SUMS, *_MEANS) and not _is_one(node):
         return _is_along_samples(node, inputs, num_samples) and is_of_data(node)

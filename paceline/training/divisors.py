@@ -19,9 +19,9 @@ from paceline.training.nodes import (
     shape_after,
     stacked_in,
 )
+from paceline.training.sums import FACTORS
 from paceline.training.terms import is_cut_from
 
-_MULTIPLIED = ("MulBackward0", "MulBackward1")
 _NOT_GIVEN = -100 % 2**64  # of `ignore_index`, as nodes keep it
 _WEIGHTS, _NUMBER = "the weights of the classes", "the number of samples without ignore_index"
 _WEIGHTS_LEFT = f"{_WEIGHTS} without ignore_index"
@@ -44,9 +44,9 @@ class _Divisor(NamedTuple):
     what: str
     """What it is of the batch, where one of torch's own losses has it; else empty."""
     node: Any
-    """Of the sum or mean."""
+    """The graph's node of the sum or mean."""
     by_script: float = 1.0
-    """What the script divides the sum or mean by."""
+    """The number by which the script divides the sum or mean."""
 
 
 class _Pass(NamedTuple):
@@ -198,8 +198,8 @@ def _divisors_in(roots: Sequence[Any]) -> list[_Divisor]:
         if node.name() == "DivBackward0":
             if not any(inputs[1:]):  # else the quotient is no sum any more
                 left.append((inputs[0], divisor * number_in(node, "other"), factor))
-        elif node.name() in (*PASSED_THROUGH, *_MULTIPLIED):
-            if node.name() in _MULTIPLIED:
+        elif node.name() in (*PASSED_THROUGH, *FACTORS):
+            if node.name() in FACTORS:
                 factor *= number_in(node, "other" if inputs[0] is not None else "self") if not all(inputs) else math.nan
             left += [(inner, divisor, factor) for inner in reversed(inputs)]
         elif (own := _own_divisor(node)) is not None and (stacked := stacked_in(inputs[0])):

@@ -22,12 +22,12 @@ from paceline.training.nodes import (
 
 _ONE_EACH = 0
 """Of `reduction`: a loss of torch's that gives one for each sample."""
-_ADDED = ("AddBackward0", "SubBackward0")
+ADDED = ("AddBackward0", "SubBackward0")
 _TURNED = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ExpandBackward0", "SelectBackward0")
 SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0", "TraceBackward0", "CumsumBackward0")
 PRODUCTS = ("DotBackward0", "VdotBackward0", "MvBackward0", "MmBackward0", "BmmBackward0")
 FACTORS, QUOTIENT = ("MulBackward0", "MulBackward1"), "DivBackward0"
-LINEAR = (*PASSED_THROUGH, *_ADDED, *_TURNED, *SUMS, *PRODUCTS, *FACTORS, QUOTIENT)
+LINEAR = (*PASSED_THROUGH, *ADDED, *_TURNED, *SUMS, *PRODUCTS, *FACTORS, QUOTIENT)
 NORMS = ("LinalgVectorNormBackward0", "DistBackward0")
 _WORDS = {"pow": "a squared norm", "bmm": "einsum() or bmm()", "nansum": "sum()"}
 LEAF, _STACKED = "torch::autograd::AccumulateGrad", "StackBackward0"
@@ -188,7 +188,7 @@ def _inside(term: Term, num_samples: int, size: int) -> list[Term] | None:
     if is_product or (is_one and _is_squared_norm(node, given)):
         squared = given[0] if is_product else _inputs_of(given[0][0])[0]
         return [_found(term, squared, term.weights.reshape(()).expand(shape_after(*squared)), num_samples)]
-    if name not in LINEAR or (len(given) > 1 and name not in _ADDED) or is_any_packed(node):
+    if name not in LINEAR or (len(given) > 1 and name not in ADDED) or is_any_packed(node):
         return None
     if name in PRODUCTS and tuple(term.weights.shape[:1]) == (num_samples,):
         return None  # of each row

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 from paceline.training.nodes import MOST_NODES, PASSED_THROUGH, is_mean_over_rows, number_in, shape_after, stacked_in
+from paceline.training.sums import FACTORS, QUOTIENT
 
-_MULTIPLIED = ("MulBackward0", "MulBackward1")
-SCALED = (*_MULTIPLIED, "DivBackward0")
+_SCALED = (*FACTORS, QUOTIENT)
 _CUTS = ("SelectBackward0", "SliceBackward0", "UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0")
 _ALL_ADDED = ("SumBackward0", "SumBackward1")
 _OF_CLASSES = "NllLoss"  # its input may be one sample's, with a row of classes and no more
@@ -120,7 +120,7 @@ def _share_nothing(graphs: Sequence[set[Any]]) -> bool:
 
 def _are_alike(terms: Sequence[_Term]) -> bool:
     """Whether all are the same kind of loss, and none is divided, or multiplied by what nothing tells."""
-    return len({term.name for term in terms}) == 1 and terms[0].name not in SCALED
+    return len({term.name for term in terms}) == 1 and terms[0].name not in _SCALED
 
 
 def _are_unscaled(terms: Sequence[_Term]) -> bool:
@@ -151,16 +151,16 @@ def _described(node: Any) -> tuple[_Term, set[Any]]:
 
 def _without_factor(node: Any) -> tuple[Any, float]:
     """What one number multiplies, and that number."""
-    if node.name() in _MULTIPLIED and None in (inputs := [inner for inner, _ in node.next_functions]):
+    if node.name() in FACTORS and None in (inputs := [inner for inner, _ in node.next_functions]):
         factor = number_in(node, "other" if inputs[0] is not None else "self")
         if not math.isnan(factor):
-            return _reshaped(next(inner for inner in inputs if inner is not None)), factor
+            return _behind(next(inner for inner in inputs if inner is not None), PASSED_THROUGH), factor
     return node, 1.0
 
 
-def _reshaped(node: Any) -> Any:
-    """Of what a node turns round, or sees in another shape."""
-    while node.name() in PASSED_THROUGH and len(inputs := [inner for inner, _ in node.next_functions if inner]) == 1:
+def _behind(node: Any, names: Sequence[str]) -> Any:
+    """What nodes of these names, of one input each, are computed from."""
+    while node.name() in names and len(inputs := [inner for inner, _ in node.next_functions if inner]) == 1:
         node = inputs[0]
     return node
 
@@ -170,13 +170,8 @@ def _is_cut(node: Any) -> bool:
 
 
 def _length_before(cut: Any) -> list[int]:
-    """Of what it is cut out of; none of as many means over the batch as it has samples, such as one a task."""
+    """The length of what it is cut out of; none of as many means over the batch as there are samples, as one a task."""
     sizes = getattr(cut, "_saved_self_sym_sizes", ())
     length = int(sizes[0]) if sizes else len(getattr(cut, "_input_metadata", ()))  # `unbind` gives as many
-    mean = cut.next_functions[0][0]
-    while (
-        mean.name() in (*PASSED_THROUGH, *SCALED)
-        and len(inputs := [each for each, _ in mean.next_functions if each]) == 1
-    ):
-        mean = inputs[0]
+    mean = _behind(cut.next_functions[0][0], (*PASSED_THROUGH, *_SCALED))
     return [] if is_mean_over_rows(mean) and mean._saved_self_sym_sizes[0] == length else [length]

@@ -60,6 +60,13 @@ def run(row: Row, script: Any, out: Path, *, device: str = "cuda", **settings: A
     )
 
 
+def require_learning(result: Result, *, within: float = 0.9) -> None:
+    """Losses of the last quarter are less than this part of those of the first."""
+    losses = [metric.value for metric in result.logged if metric.name == "loss"]
+    quarter = len(losses) // 4
+    assert sum(losses[-quarter:]) < within * sum(losses[:quarter])
+
+
 def train(worker: Worker, out: Path) -> None:
     """Evaluates too, on the device."""
     model, optimizer, loader = prepared(worker)
@@ -80,9 +87,7 @@ def train(worker: Worker, out: Path) -> None:
 def test_every_strategy_learns_on_the_gpu(row: Row, tmp_path: Path) -> None:
     result = run(row, train, tmp_path, eval_every=10, checkpoint_every=SELDOM)
     assert {metric.value for metric in result.logged if metric.name == "is_gpu"} == {1.0}
-    losses = [metric.value for metric in result.logged if metric.name == "loss"]
-    quarter = len(losses) // 4
-    assert sum(losses[-quarter:]) < 0.9 * sum(losses[:quarter])
+    require_learning(result)
     assert result.metrics["accuracy"] > 0.5
 
 
@@ -126,8 +131,7 @@ def train_in_mixed_precision(worker: Worker, out: Path) -> None:
 @pytest.mark.parametrize("name", ["single", "all-reduce", "ps-bsp", "ps-asp", "gossip", "local-sgd"])
 def test_mixed_precision(name: str, tmp_path: Path) -> None:
     result = run(ROW[name], train_in_mixed_precision, tmp_path)
-    losses = [metric.value for metric in result.logged if metric.name == "loss"]
-    assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
+    require_learning(result)
     assert all(math.isfinite(metric.value) and metric.value >= 1 for metric in result.logged if metric.name == "scale")
 
 
@@ -143,8 +147,7 @@ def train_compiled(worker: Worker, out: Path) -> None:
 @pytest.mark.parametrize("name", ["all-reduce", "ps-bsp"])
 def test_a_compiled_model(name: str, tmp_path: Path) -> None:
     result = run(ROW[name], train_compiled, tmp_path)
-    losses = [metric.value for metric in result.logged if metric.name == "loss"]
-    assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
+    require_learning(result)
 
 
 def overflow(worker: Worker, out: Path) -> None:
@@ -244,8 +247,7 @@ def embed(worker: Worker, out: Path) -> None:
 @pytest.mark.parametrize("name", ["ps-bsp", "ps-asp"])
 def test_rows_on_servers(name: str, tmp_path: Path) -> None:
     result = run(ROW[name], embed, tmp_path)
-    losses = [metric.value for metric in result.logged if metric.name == "loss"]
-    assert sum(losses[-8:]) < sum(losses[:8])
+    require_learning(result, within=1.0)
 
 
 def two_networks(worker: Worker, out: Path) -> None:
@@ -285,6 +287,9 @@ def test_nccl_meets_and_carries(tmp_path: Path) -> None:
     reduced = mine.clone()
     collective.all_reduce(reduced).wait()
     assert torch.equal(reduced, mine)
+    on_cores = mine.cpu()
+    collective.all_reduce(on_cores).wait()
+    assert torch.equal(on_cores, mine.cpu())
     collective.broadcast(reduced, root=0)
     assert torch.equal(collective.all_gather(mine)[0], mine)
     assert torch.equal(collective.reduce_scatter([mine]), mine)

@@ -84,8 +84,8 @@ class TorchCollective(ByteCollective):
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Work:
-        """As `Collective.all_reduce`; a tensor elsewhere is staged through a copy. Raises TypeError if its dtype
-        cannot be reduced."""
+        """As `Collective.all_reduce`. It stages a tensor of another device through a copy. Raises TypeError if the
+        dtype cannot be reduced."""
         require_reducible(op, tensor.dtype)
         tensor = tensor.detach()
         here = tensor.to(self.device)

@@ -49,9 +49,9 @@ class Handouts:
     """Gives every backward pass its own batch's weight, and every step its own batches' samples.
 
     A backward pass between two batches, or before a step, says that a batch was trained on. Which one is known while
-    only one is out. With several out, the model's next input tells: it shares memory with a batch, or is as long. Where
-    it does not tell, batches were read ahead if an epoch begins so, and left out otherwise; that is enough as long as
-    all have the same weight.
+    only one is out. With several out, the model's inputs tell, and which of its outputs goes backward: an input shares
+    memory with a batch, or is as long. Where nothing tells, batches were read ahead if an epoch begins so, and left out
+    otherwise; that is enough as long as all have the same weight.
 
     Batches that a script keeps are known by their memory when it trains on them again.
 
@@ -92,7 +92,8 @@ class Handouts:
         self._left: _Seen | None = None  # what that step was made with
         self._looks: list[RemovableHandle] = []
         self._leaves_out = False  # batches between steps: their losses may yet go backward with that of another one
-        self._reached: set[_Handed] = set()  # by the backward pass, of those that the model was seen to compute on
+        self._backward = -1  # the backward pass that has reached what the model was seen to compute
+        self._reached: set[_Handed] = set()  # by it: the batches
         self._hooks = [when_gradient_is_ready(parameter, self._on_gradient, 0) for parameter in replica.parameters]
 
     def hand_out(self, part: Part, place: Place, *, is_elsewhere: bool) -> None:
@@ -303,9 +304,12 @@ class Handouts:
             return
         if self._num_ahead == math.inf:  # another thread asks for batches, so only this lies between two
             self.look_back()
-        elif self._known is not None:
-            return
-        self._known = self._found(tensors_in([arguments, settings]))
+        inputs = tensors_in([arguments, settings])
+        if self._known is None:
+            self._known = self._found(inputs)
+        elif (other := self._another(self._known, inputs)) is not None:
+            self.look_back()
+            self._known = other
         handed = self._known or self._expected(self._out)
         if handed is not None:
             self._set_weight(handed.weight)
@@ -318,24 +322,40 @@ class Handouts:
                 tensor.register_hook(partial(self._on_reached, self._known))
 
     def _on_reached(self, handed: _Handed, _: Tensor) -> None:
+        """A backward pass begins with what the model has computed on this batch, or comes to that."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self.look_back()
+            self._backward = backward
         self._reached.add(handed)
+        self._known = handed
+        self._set_weight(handed.weight)
 
     def _found(self, inputs: list[Tensor]) -> _Handed | None:
-        candidates = self._candidates()
-        starts = [tensor.data_ptr() for tensor in inputs]
-        kept = [self._kept[start] for start in starts if start in self._kept] if self._is_over else []
-        sharing = [
-            handed
-            for handed in dict.fromkeys([*candidates, *kept])
-            if any(start in memory for memory in handed.memory for start in starts)
-        ]
+        sharing = self._sharing(inputs)
         if len(sharing) == 1:
             return sharing[0]
-        lengths = {len(tensor) for tensor in inputs if tensor.dim()}
-        as_long = [handed for handed in candidates if handed.num_samples in lengths]
+        as_long = _as_long(self._candidates(), inputs)
         if len({handed.weight for handed in as_long}) != 1:
             return None
         return self._expected([handed for handed in as_long if handed in self._out]) or as_long[0]
+
+    def _another(self, known: _Handed, inputs: list[Tensor]) -> _Handed | None:
+        """The batch that these are of, where it is another one that waits. Noise is of none, or as long as the one."""
+        among = self._sharing(inputs) or _as_long([known, *self._out], inputs)
+        if known in among or len({handed.weight for handed in among}) != 1:
+            return None
+        return among[0] if among[0] in self._out else None
+
+    def _sharing(self, inputs: list[Tensor]) -> list[_Handed]:
+        """The batches in whose memory these are."""
+        starts = [tensor.data_ptr() for tensor in inputs]
+        kept = [self._kept[start] for start in starts if start in self._kept] if self._is_over else []
+        return [
+            handed
+            for handed in dict.fromkeys([*self._candidates(), *kept])
+            if any(start in memory for memory in handed.memory for start in starts)
+        ]
 
     def _expected(self, among: Sequence[_Handed]) -> _Handed | None:
         """What is trained on next where only the order tells."""
@@ -382,6 +402,11 @@ class Handouts:
 def _is_transformed() -> bool:
     """Whether torch traces the script, or computes for torch.func, whose tensors have no memory and take no hooks."""
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _as_long(batches: Iterable[_Handed], inputs: list[Tensor]) -> list[_Handed]:
+    lengths = {len(tensor) for tensor in inputs if tensor.dim()}
+    return [handed for handed in batches if handed.num_samples in lengths]
 
 
 def _numbers(batches: Iterable[_Handed]) -> str:

@@ -69,6 +69,39 @@ def train(
     return network
 
 
+def losses_first(worker: Any, *, copies: bool = False, last_first: bool = False) -> nn.Module:
+    """Computes the losses of two batches, calls backward on one after the other, and steps."""
+    network = perceptron()
+    network, optimizer, batches = worker.prepare(
+        network, momentum(network.parameters()), loader_of(samples(NUM_SAMPLES))
+    )
+    for _ in range(NUM_EPOCHS):
+        remaining = in_chunks(batches, size=2, copies=copies)
+        while pair := list(itertools.islice(remaining, 2)):
+            optimizer.zero_grad()
+            losses = [nn.functional.cross_entropy(network(x), y) for x, y, *_ in pair]
+            for loss in reversed(losses) if last_first else losses:
+                loss.backward()
+            optimizer.step()
+    return network
+
+
+def beside_noise(worker: Any) -> nn.Module:
+    """Reads a batch ahead, and trains on noise of one length beside each, as a GAN does."""
+    network = perceptron()
+    network, optimizer, batches = worker.prepare(
+        network, momentum(network.parameters()), loader_of(samples(NUM_SAMPLES))
+    )
+    noise, *_ = samples(BATCH_SIZE)[:]
+    for _ in range(NUM_EPOCHS):
+        for x, y, *_ in ahead(batches):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(network(x), y).backward()
+            network(noise).square().mean().backward()
+            optimizer.step()
+    return network
+
+
 # --- ways through the data ------------------------------------------------------------------------------------------
 
 
@@ -84,11 +117,11 @@ def ahead(batches: Batches, *, depth: int = 1, copies: bool = False) -> Iterator
         yield out.pop(0)
 
 
-def in_chunks(batches: Batches) -> Iterator[Any]:
-    """Asks for five batches, trains on each, and asks for the next five."""
+def in_chunks(batches: Batches, *, size: int = 5, copies: bool = False) -> Iterator[Any]:
+    """Asks for five batches, trains on each, perhaps as copies, and asks for the next five."""
     remaining = iter(batches)
-    while chunk := list(itertools.islice(remaining, 5)):
-        yield from chunk
+    while chunk := list(itertools.islice(remaining, size)):
+        yield from ([tensor.clone() for tensor in batch] for batch in chunk) if copies else chunk
 
 
 def in_thread(batches: Batches) -> Iterator[Any]:
@@ -241,6 +274,11 @@ ODD = (
         partial(train, way=partial(without, numbers=(3, 10)), accumulates=True, no_sync=True),
         samples=(91 - 16) * NUM_EPOCHS,
     ),
+    Odd("two at once, a step", partial(train, way=partial(in_chunks, size=2), accumulates=True)),
+    Odd("five at once, two a step", partial(train, way=in_chunks, accumulates=True)),
+    Odd("two losses, then two backward passes", losses_first),
+    Odd("two losses, then two backward passes, the last one's first", partial(losses_first, last_first=True)),
+    Odd("noise beside each batch, one ahead", beside_noise),
     Odd("a stream", partial(train, loader=stream)),
     Odd("a stream, one ahead", partial(train, loader=stream, way=ahead)),
     # The tests' processes must not start others.
@@ -297,6 +335,22 @@ def cases() -> list[Any]:
         for odd in ODD
         if odd.only_on in ("", engine)
     ]
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        partial(train, way=partial(in_chunks, size=2, copies=True), accumulates=True),
+        partial(losses_first, copies=True),
+        partial(losses_first, copies=True, last_first=True),
+    ],
+    ids=["a step for two", "two losses first", "two losses first, the last one's first"],
+)
+def test_copies_of_two_batches_count_as_they_should(script: Script, strategy: str, tmp_path: Path) -> None:
+    """Though records may take two full ones for one."""
+    result = virtual_engine.run(partial(launched, script), strategy=strategy, workers=NUM_WORKERS, out=tmp_path)
+    assert_close(result.model_state(), train_alone(script, NUM_WORKERS), EXACT)
 
 
 def samples_in(result: Any) -> int:

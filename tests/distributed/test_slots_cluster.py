@@ -34,7 +34,11 @@ def run_in_job(tmp_path: Path, launcher: str, program: str) -> subprocess.Comple
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))}
     environment = {**kept, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.getcwd()}
     script = tmp_path / write_script(tmp_path, epochs=2)
-    mark = f"\nimport os\nopen({str(tmp_path)!r} + '/ran-on-' + os.environ.get('ON', 'first'), 'w').close()\n"
+    mark = f"""
+import os
+open({str(tmp_path)!r} + '/ran-on-' + os.environ.get('ON', 'first'), 'w').close()
+assert not [name for name in os.listdir({str(tmp_path)!r}) if name.startswith('.paceline-job-')]
+"""
     script.write_text(script.read_text() + mark)
     command = [PACELINE, "run", script.name]
     options = ["--workers", "3", "--strategy", "ps-bsp:servers=1", "--out", "results"]

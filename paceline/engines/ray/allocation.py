@@ -40,16 +40,17 @@ def cluster_over(allocation: Allocation, directory: Path, connect: Callable[[str
         port = allocation.meeting_port or _free_port(host)
         address = f"{host}:{port}"
         head = _start(stack, directory / "head.log", allocated_node.head(host, port, directory, allocation.cores[0]))
-        joining = [
-            (_start(stack, directory / f"others-{number}.log", command), hosts)
-            for number, (command, hosts) in enumerate(_on_others(stack, allocation, address, directory))
-        ]
-        _wait_for([(head, first)], lambda: allocated_node.listens(host, port))
-        connect(address)
-        if allocation.meeting_port is None:
-            _wait_for(joining, lambda: _num_hosts() == len(allocation.hosts))
-        else:
-            _meet(allocation)
+        with ExitStack() as starting:
+            joining = [
+                (_start(stack, directory / f"others-{number}.log", command), hosts)
+                for number, (command, hosts) in enumerate(_on_others(starting, allocation, address, directory))
+            ]
+            _wait_for([(head, first)], lambda: allocated_node.listens(host, port))
+            connect(address)
+            if allocation.meeting_port is None:
+                _wait_for(joining, lambda: _num_hosts() == len(allocation.hosts))
+            else:
+                _meet(allocation)
         yield
 
 
@@ -60,9 +61,10 @@ def _start(stack: ExitStack, log: Path, command: Sequence[str]) -> LoggedProcess
 
 
 def _on_others(
-    stack: ExitStack, allocation: Allocation, address: str, directory: Path
+    starting: ExitStack, allocation: Allocation, address: str, directory: Path
 ) -> Iterator[tuple[list[str], str]]:
-    """The commands that start Ray on all hosts but the first, each with the hosts that it is for."""
+    """The commands that start Ray on all hosts but the first, each with the hosts that it is for. `starting` ends once
+    they have."""
     node = [sys.executable, "-m", allocated_node.__name__, address, str(directory)]
     if allocation.meeting_port is not None:
         return
@@ -71,7 +73,7 @@ def _on_others(
         return
     # pbsdsh starts a program in an environment that has nothing of this one, not even the cluster's token. A command
     # line could be read by everybody on the host, so a file of the job's directory has it, which only the user reads.
-    environment = stack.enter_context(shared_environment())
+    environment = starting.enter_context(shared_environment())
     program = [sys.executable, "-I", str(Path(allocated_node.__file__).with_name("remote_start.py")), str(environment)]
     others = zip(allocation.hosts[1:], allocation.cores[1:], allocation.prefixes[1:], strict=True)
     for host, cores, prefix in others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ import torch
 import paceline
 from paceline.engines import world
 from paceline.errors import RunFailed, UsageError
+from paceline.running.launch import Quiet
 
 pytestmark = [
     pytest.mark.slow,
@@ -105,6 +107,24 @@ def test_workers_that_are_not_in_step_cannot_share_a_streaming_split(dataset: An
         paceline.run(program, strategy="ps-asp", workers=2, insecure=True, out=tmp_path / "run")
     with pytest.raises((UsageError, RunFailed), match=r"engine virtual.*use dataset\.split\(2\)"):
         paceline.run(program, workers=2, engine="virtual", cluster="lab-1gbe", out=tmp_path / "virtual")
+
+
+def train_impatiently(parts: Sequence[Any], out: Path) -> None:
+    from paceline import ray_data
+
+    ray_data.NOTICE_S, ray_data.GIVE_UP_S = 0.5, 2.0
+    train(parts, out)
+
+
+def test_a_run_that_leaves_ray_data_no_core_says_so_and_ends(
+    dataset: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its workers hold all cores, and the rows are still to be made by a task."""
+    program = partial(train_impatiently, dataset.map(dict).streaming_split(4, equal=True), tmp_path)
+    remedy = r"no batch has come from Ray Data for \d+ s: .* 0 of the cluster's 4 are free, .* hold 4; start Ray"
+    with pytest.raises((UsageError, RunFailed), match=remedy):
+        paceline.run(program, workers=4, insecure=True, out=tmp_path / "run", watcher=Quiet())
+    assert re.search(r"\[worker-\d\] has waited \d+ s for its first batch from Ray Data", capsys.readouterr().out)
 
 
 def test_the_virtual_engine_trains_on_parts(dataset: Any, tmp_path: Path) -> None:

@@ -62,8 +62,9 @@ def numbers(text: str) -> list[int]:
 def main() -> None:
     args = parse_arguments()
     console = Console()
-    if args.spark and not on_spark.is_installed():
-        console.print("Spark is left out: pyspark is not installed. `pip install pyspark`, and Java, bring it.\n")
+    lacking = on_spark.missing() if args.spark else None
+    if lacking is not None:
+        console.print(f"Spark is left out: {lacking} is not installed. `pip install pyspark`, and Java, bring it.\n")
         args.spark = False
     problem = Problem.made(num_rows=args.rows, num_features=args.features, seed=args.seed)
     rate = problem.rate()

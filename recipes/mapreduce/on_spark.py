@@ -1,6 +1,7 @@
 """The same on a local Spark, where it is installed: the field's own map and reduce."""
 
 import os
+import shutil
 import sys
 import time
 from importlib.util import find_spec
@@ -14,8 +15,11 @@ from problem import Array, Problem, Rows, map_rows, reduce_sums, split, update
 NUM_WARM_UPS = 3
 
 
-def is_installed() -> bool:
-    return find_spec("pyspark") is not None
+def missing() -> str | None:
+    """What Spark needs and this machine has not."""
+    if find_spec("pyspark") is None:
+        return "pyspark"
+    return None if shutil.which("java") or os.environ.get("JAVA_HOME") else "Java"
 
 
 def descend(problem: Problem, *, num_tasks: int, rate: float, num_steps: int) -> tuple[Array, float]:

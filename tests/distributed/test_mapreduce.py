@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -21,7 +20,7 @@ from paceline.errors import UsageError
 from paceline.records import StepRecord
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "mapreduce"
-MODULES = ("problem", "accounting", "drawing", "on_ray", "on_paceline")
+MODULES = ("problem", "accounting", "drawing", "on_ray", "on_paceline", "on_spark")
 ROUNDING = 1e-12
 
 
@@ -133,6 +132,15 @@ def test_the_chart_has_a_point_for_every_number(recipe: SimpleNamespace) -> None
     assert "2.50" in {text.text for text in chart.iter("{http://www.w3.org/2000/svg}text")}
 
 
+def test_what_spark_lacks_is_named(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe.on_spark, "find_spec", lambda name: None)
+    assert recipe.on_spark.missing() == "pyspark"
+    monkeypatch.setattr(recipe.on_spark, "find_spec", lambda name: object())
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    assert recipe.on_spark.missing() == "Java"
+
+
 def test_the_parts_of_paceline_s_steps(recipe: SimpleNamespace) -> None:
     def step(worker: int, compute_s: float, waiting_s: float) -> StepRecord:
         return StepRecord(worker, 1, 1, 0.0, 8, compute_s, 0.5, waiting_s, 8, 0, 0.0)
@@ -170,7 +178,7 @@ def test_rows_that_ray_has_no_room_for_are_refused(recipe: SimpleNamespace, ray_
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(200)
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(recipe: SimpleNamespace, tmp_path: Path) -> None:
     """Its tables, figures and numbers, with Paceline's own step beside Ray's, and Spark where it is installed."""
     command = [sys.executable, str(RECIPE / "least_squares.py"), "--tasks", "2,1", "--rows", "301", "--features", "5"]
     command += [
@@ -184,8 +192,8 @@ def test_the_command(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
-    has_spark = find_spec("pyspark") is not None
-    assert ("pyspark is not installed" in done.stdout) == (not has_spark)
+    has_spark = recipe.on_spark.missing() is None
+    assert ("Spark is left out" in done.stdout) == (not has_spark)
     for word in ("computing", "latency", "straggler", "flatten", "reduce-broadcast", "waiting"):
         assert word in done.stdout
     found = json.loads((tmp_path / "found.json").read_text())

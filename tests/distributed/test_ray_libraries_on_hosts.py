@@ -1,0 +1,39 @@
+"""Ray's Data, Tune and Train, and TensorFlow's names for strategies, on several hosts of a network of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.namespaces import Network
+from tests.distributed.harness import SCRIPTS
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.ray,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(find_spec("pyarrow") is None, reason="Ray Data is not installed (paceline[ray-data])"),
+]
+
+
+def told(directory: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(directory.glob(f"{name}-?.json"))]
+
+
+def test_workers_on_two_hosts_train_as_one_process(hosts: Network, tmp_path: Path) -> None:
+    """Each host has one core, and Ray Data has the third one's."""
+    address = hosts.start_ray()
+    command = [sys.executable, str(SCRIPTS / "on_hosts.py"), address, str(tmp_path)]
+    hosts.run(hosts.hosts[0], command, timeout_s=600)
+    (alone,) = told(tmp_path, "alone")
+    for name in ("names", "data", "tune", "train"):
+        found = told(tmp_path, name)
+        assert len({each["host"] for each in found}) == len(found) == 2, name
+        for each in found:
+            torch.testing.assert_close(torch.tensor(each["weight"]), torch.tensor(alone["weight"]), atol=1e-5, rtol=0.0)

@@ -74,6 +74,40 @@ del model, optimizer, loader
 dist.destroy_process_group()
 """
 
+TRANSFORMERS = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group(sys.argv[1])  # before the TrainingArguments, which would take gloo on CPUs
+from transformers import Trainer, TrainingArguments
+
+
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x, labels):
+        predicted = self.layer(x)
+        return {"loss": torch.nn.functional.mse_loss(predicted, labels), "logits": predicted}
+
+
+torch.manual_seed(0)
+x = torch.randn(64, 4)
+settings = {"num_train_epochs": 3, "per_device_train_batch_size": 8, "save_strategy": "no", "report_to": []}
+trainer = Trainer(
+    model=Line(),
+    args=TrainingArguments(sys.argv[2], use_cpu=True, disable_tqdm=True, learning_rate=0.05, **settings),
+    train_dataset=[{"x": row, "labels": row.sum().reshape(1)} for row in x],
+)
+trainer.train()
+if dist.get_rank() == 0:
+    sys.stdout.write(f"trained over {dist.get_backend()} {trainer.model.layer.weight.flatten().tolist()}\\n")
+assert trainer.state.global_step == 3 * 64 // 8 // 2
+# As above: nothing keeps the group beyond its end.
+trainer.accelerator.free_memory()
+del trainer
+dist.destroy_process_group()
+"""
+
 RAY_TRAIN = """
 import json, sys, ray, torch, torch.distributed as dist
 from ray.train import RunConfig, ScalingConfig
@@ -134,10 +168,12 @@ def test_lightning(tmp_path: Path) -> None:
     assert found["paceline"] == found["gloo"]
 
 
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="Accelerate is not installed (paceline[frameworks])")
-def test_accelerate(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("package", "text"), [("accelerate", ACCELERATE), ("transformers", TRANSFORMERS)])
+def test_what_takes_gloo_on_cpus(package: str, text: str, tmp_path: Path) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed (paceline[frameworks])")
     script = tmp_path / "script.py"
-    script.write_text(ACCELERATE)
+    script.write_text(text)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found = trained([*torchrun, str(script)], tmp_path)
     assert found["paceline"] == found["gloo"]

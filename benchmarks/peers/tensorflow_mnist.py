@@ -4,7 +4,8 @@ that has tensorflow and tf-keras, which do not load beside torch; it imports not
     python tensorflow_mnist.py STRATEGY WORKERS DATA.npz BATCH_SIZE EPOCHS
 
 STRATEGY is one-device, mirrored, multi-worker or parameter-server. Prints a line of JSON: samples per second after the
-first steps, and the share of test images that the trained model knows.
+first steps, and the share of test images that the trained model knows. Or it is `step`, and EPOCHS counts steps: what
+one takes of a core without a strategy, with one thread.
 """
 
 from __future__ import annotations
@@ -172,6 +173,21 @@ def coordinate(cluster: dict[str, list[str]], path: str, batch_size: int, epochs
     return {"samples_per_s": rate, "accuracy": accuracy(local, data)}
 
 
+def step_ms(path: str, batch_size: int, num_steps: int) -> dict[str, float]:
+    tf = tensorflow()
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    model = make_model(tf)
+    train_step = tf.function(step_of(tf, model, tf.keras.optimizers.RMSprop(LEARNING_RATE), batch_size))
+    began_s, num_before = 0.0, 30
+    for number, (images, labels) in enumerate(dataset(tf, load(path), batch_size).take(num_steps)):
+        if number == num_before:
+            began_s = time.process_time()
+        train_step(images, labels)
+    return {"step_ms": (time.process_time() - began_s) / (num_steps - num_before) * 1e3}
+
+
 def free_addresses(number: int) -> list[str]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
     addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
@@ -208,6 +224,8 @@ def main() -> None:
         result = coordinate(cluster, path, batch_size, epochs)
         for process in processes:
             process.kill()
+    elif name == "step":
+        result = step_ms(path, batch_size, epochs)
     else:
         result = on_one_host(name, workers, path, batch_size, epochs)
     print(json.dumps(result), flush=True)

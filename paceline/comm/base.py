@@ -18,6 +18,7 @@ from paceline.layout import Layout
 from paceline.row_file import RowFile
 from paceline.server.coded_push import PushCoding
 from paceline.server.spec import OptimizerSpec, Push, Reply
+from paceline.server.tables.kept_rows import Keeping
 from paceline.server.tables.spec import RowGradients, TableSpec
 
 ReduceOp = Literal["sum", "mean", "min", "max", "product"]
@@ -329,9 +330,13 @@ class Store(ABC):
         """The servers' optimizer state as full tensors, keyed `<parameter index>.<state name>`."""
 
     @abstractmethod
-    def open_tables(self, specs: Sequence[TableSpec]) -> "TableStore":
+    def open_tables(self, specs: Sequence[TableSpec], *, keeping: Keeping | None = None) -> "TableStore":
         """Have the servers hold these tables, whose rows are updated with the model. Collective call, once, before the
-        first exchange."""
+        first exchange.
+
+        Args:
+            keeping: this worker uses rows that it has asked for again, for so long; none: it asks each time.
+        """
 
     @abstractmethod
     def load_state(self, state: Mapping[str, Tensor], *, iteration: int) -> None:
@@ -352,9 +357,18 @@ class Store(ABC):
 class TableStore(ABC):
     """The tables that servers hold, seen from one worker; each is known by its number."""
 
+    num_read: int = 0
+    """Rows that this worker has read."""
+    num_kept: int = 0
+    """Of these, rows of which it had a copy."""
+
     @abstractmethod
-    def read(self, table: int, keys: Tensor) -> Tensor:
-        """The rows of these keys as they are now, shape (keys, dim). `keys`: int64, none twice."""
+    def read(self, wanted: Mapping[int, Tensor], *, is_fresh: bool) -> dict[int, Tensor]:
+        """The rows of each table's keys, shape (keys, dim). Keys are int64, of a table none twice.
+
+        Args:
+            is_fresh: as they are now; else a copy counts that may be used still.
+        """
 
     @abstractmethod
     def push(self, gradients: Sequence[RowGradients | None], *, weight: float) -> None:

@@ -17,11 +17,8 @@ from paceline.server.tables.spec import RowGradients, TableSpec, are_different, 
 from paceline.server.tables.table import Table
 
 
-class Home(Protocol):
-    """Where a table's rows are."""
-
-    def read(self, keys: Tensor) -> Tensor:
-        """The rows of these keys, none twice, as they are now; shape (keys, dim)."""
+class Holder(Protocol):
+    """Who has a table's rows."""
 
     def state(self) -> dict[str, Tensor]:
         """See `Table.state`."""
@@ -34,6 +31,16 @@ class Home(Protocol):
 
     def load_files(self, directory: Path, files: Sequence[RowFile]) -> None:
         """See `TableStore.load_files`."""
+
+
+class Home(Holder, Protocol):
+    """Where a table's rows are, if not in this process."""
+
+    def expect(self, keys: Tensor) -> None:
+        """These keys' rows are read next, so that the first of several tables to read can bring the others' rows."""
+
+    def read(self, keys: Tensor, *, is_fresh: bool) -> Tensor:
+        """The rows of these keys, none twice, shape (keys, dim); if `is_fresh`, as they are now."""
 
 
 @final
@@ -80,7 +87,7 @@ class ShardedEmbedding(nn.Module):
         seed = int(torch.randint(2**62, ()))  # the script's generator, which is at the same place on every worker
         self.spec = TableSpec(name, num_rows, dim, rule, std, seed, dtype)
         self._own = Table(self.spec)
-        self._home: Home = self._own
+        self._home: Home | None = None
         self._found: list[RowGradients] = []
 
     def forward(self, keys: Tensor) -> Tensor:
@@ -90,8 +97,7 @@ class ShardedEmbedding(nn.Module):
             UsageError: a key is out of range or no whole number; the message names it and the table.
         """
         unique, places = self._once(keys)
-        rows = self._read(unique)
-        return rows.view(*keys.shape, self.dim) if places is None else F.embedding(places, rows)
+        return self._shaped(keys, self._read(unique), places)
 
     def bag(self, keys: Tensor, offsets: Tensor, mode: Literal["sum", "mean"] = "mean") -> Tensor:
         """The sum or mean of the rows of each bag, shape (bags, dim); of an empty one 0.
@@ -115,7 +121,7 @@ class ShardedEmbedding(nn.Module):
         Raises:
             UsageError: servers hold the rows, or a gradient is not finite; the message names the table, and the key.
         """
-        if self._home is not self._own:
+        if self._home is not None:
             raise UsageError(
                 f"table {self.spec.name!r}: the servers update its rows, when the optimizer that was prepared steps"
             )
@@ -131,11 +137,11 @@ class ShardedEmbedding(nn.Module):
             UsageError: they are of another table.
         """
         self._found.clear()
-        self._home.load(state)
+        self._holder.load(state)
 
     def rows(self) -> dict[str, Tensor]:
         """The keys of all rows that were ever updated, in order, their rows, and their optimizer's state."""
-        return self._home.state()
+        return self._holder.state()
 
     @property
     def num_rows(self) -> int:
@@ -151,13 +157,13 @@ class ShardedEmbedding(nn.Module):
 
     def save_files(self, directory: Path) -> list[RowFile]:
         """Have the servers write all rows to files in a directory that they see. Raises NotWritten."""
-        return self._home.save(directory)
+        return self._holder.save(directory)
 
     def load_files(self, directory: Path, files: Sequence[RowFile]) -> None:
         """Go on with the rows of these files. Under servers it is a collective call. Raises UsageError as `load_rows`,
         or for a file that is damaged."""
         self._found.clear()
-        self._home.load_files(directory, files)
+        self._holder.load_files(directory, files)
 
     # --- for those who hold the rows, and say when to update them -----------------------------------------------
 
@@ -185,6 +191,10 @@ class ShardedEmbedding(nn.Module):
                 return f"row {key} of table {self.spec.name}"
         return None
 
+    @property
+    def _holder(self) -> Holder:
+        return self._own if self._home is None else self._home
+
     def _once(self, keys: Tensor) -> tuple[Tensor, Tensor | None]:
         """These keys once each, and where each of the script's is among them; none: they come once, in its order."""
         self._require_unscaled(keys.device.type)
@@ -194,14 +204,18 @@ class ShardedEmbedding(nn.Module):
         unique, places = keys.unique(return_inverse=True)
         return unique, places
 
+    def _shaped(self, keys: Tensor, rows: Tensor, places: Tensor | None) -> Tensor:
+        return rows.view(*keys.shape, self.dim) if places is None else F.embedding(places, rows)
+
     def _read(self, keys: Tensor) -> Tensor:
         """The rows of these keys, none of which comes twice; backward notes their gradients."""
-        own = keys.cpu()
+        own, home, trains = keys.cpu(), self._home, torch.is_grad_enabled()
 
         def read() -> Tensor:
-            return self._home.read(own).to(keys.device)
+            rows = self._own.read(own) if home is None else home.read(own, is_fresh=not trains)
+            return rows.to(keys.device)
 
-        if not torch.is_grad_enabled():
+        if not trains:
             return read()
         anchor = torch.empty(0, requires_grad=True)
         rows: Tensor = _Noted.apply(anchor, read, partial(self._note, own))  # type: ignore[no-untyped-call]
@@ -217,6 +231,22 @@ class ShardedEmbedding(nn.Module):
                 f"table {self.spec.name!r}: automatic mixed precision in float16 scales the loss, and rows would be "
                 "updated with scaled gradients; use bfloat16"
             )
+
+
+def read_together(wanted: Sequence[tuple[ShardedEmbedding, Tensor]]) -> list[Tensor]:
+    """What `[table(keys) for table, keys in wanted]` gives, in one request to each server.
+
+    Raises:
+        UsageError: as the tables do, or a table comes twice.
+    """
+    for index, (table, _) in enumerate(wanted):
+        if any(table is other for other, _ in wanted[:index]):
+            raise UsageError(f"table {table.spec.name!r} comes twice among tables that are read together")
+    once = [(table, keys, *table._once(keys)) for table, keys in wanted]
+    for table, _, unique, _ in once:
+        if table._home is not None:
+            table._home.expect(unique.cpu())
+    return [table._shaped(keys, table._read(unique), places) for table, keys, unique, places in once]
 
 
 class _Noted(torch.autograd.Function):

@@ -117,6 +117,11 @@ class AdmissionRule(ABC):
     def clock_of(self, worker: int) -> int:
         """The clock the worker's next contribution belongs to."""
 
+    @property
+    def complete(self) -> int:
+        """All that is contributed to the clocks before this one has been applied; 0: nobody knows."""
+        return 0
+
     @abstractmethod
     def join(self, worker: int) -> None:
         """The worker takes part from the present clock on. Called where every shard has heard the same so far.
@@ -423,6 +428,10 @@ class StaleSynchronous(AdmissionRule):
 
     def clock_of(self, worker: int) -> int:
         return self._clocks[worker]
+
+    @property
+    def complete(self) -> int:
+        return self._slowest
 
     def join(self, worker: int) -> None:
         """Beside the slowest: it has missed what these have done."""

@@ -330,6 +330,11 @@ class ClientCore:
         return any(server.coded is not None for server in self._servers)
 
     @property
+    def clock(self) -> int:
+        """What this worker pushes next belongs to."""
+        return self._clock
+
+    @property
     def iteration(self) -> int:
         """Of the first server, as it last said."""
         return self._servers[0].answers[-1].iteration

@@ -331,7 +331,8 @@ class ServerCore:
         yield Send(message.sender, self.message(Kind.OK))
 
     def _about_rows(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
-        yield Send(message.sender, self.message(Kind.OK, **self._tables.receive(message)))
+        clock = self.parts[-1].shard.rule.complete if self.parts else 0  # of the shard that rows are updated with
+        yield Send(message.sender, self.message(Kind.OK, clock=clock, **self._tables.receive(message)))
 
     # --- answers ------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from paceline.strategies.own_state import OwnState
 from paceline.strategies.repeated_averaging import RepeatedAveraging
 from paceline.strategies.replica import Replica, cannot_evaluate, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.rows_beside import ROWS_DOC, SERVERS_DOC, RowRule, RowsBeside, require_rows_beside, rule_of
+from paceline.strategies.served_rows import ROW_STALENESS_DOC
 from paceline.strategies.table_files import DIR_DOC, MBYTES_DOC, require_table_files, table_files
 from paceline.strategies.traits import AllReduced, Traits
 
@@ -65,6 +66,7 @@ class AllReduce(Strategy):
     rows: RowRule | None = option(None, ROWS_DOC)
     table_dir: str | None = option(None, DIR_DOC)
     table_mbytes: float | None = option(None, MBYTES_DOC)
+    row_staleness: int = option(0, ROW_STALENESS_DOC)
 
     def validate(self) -> None:
         require_choice("codec_scope", self.codec_scope, get_args(Scope))
@@ -77,7 +79,7 @@ class AllReduce(Strategy):
         if not self.aggregate.streams and (self.codec is not None or self.algorithm != "auto"):
             raise UsageError(f"aggregate={self.aggregate} has a way of its own; leave out codec and algorithm")
         require_table_files(self.table_dir, self.table_mbytes)
-        require_rows_beside(self.servers, self.rows, self.table_dir, self.aggregate)
+        require_rows_beside(self.servers, self.rows, self.table_dir, self.row_staleness, self.aggregate)
 
     def check(self, *, num_workers: int) -> None:
         require_joint(self.aggregate, num_workers)
@@ -164,7 +166,13 @@ class _AllReduceSynchronizer(Synchronizer):
         )
         self._rows: RowsBeside | None = None
         if strategy.servers and replica.is_first:
-            self._rows = RowsBeside(context, replica, rows=strategy.rows, nonfinite=strategy.nonfinite)
+            self._rows = RowsBeside(
+                context,
+                replica,
+                rows=strategy.rows,
+                row_staleness=strategy.row_staleness,
+                nonfinite=strategy.nonfinite,
+            )
 
     @property
     def timings(self) -> tuple[Timing, ...]:

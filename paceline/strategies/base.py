@@ -77,6 +77,8 @@ class Context:
     where one does something for all that is not training."""
     tell: Callable[[str, Mapping[str, Any]], None] | None = None
     """Records an event of the whole run, from the first worker."""
+    log: Callable[[Mapping[str, float]], None] | None = None
+    """Records metrics of this worker, as the script does."""
     data_samples: int = 0
     """In the script's data set, of several loaders the first one's; 0: a stream, which does not say."""
     roster: Roster | None = None

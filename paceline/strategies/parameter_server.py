@@ -15,6 +15,7 @@ from paceline.strategies.coding import CODEC_DOC, SCOPE_DOC, Scope, require_aver
 from paceline.strategies.combining import Mode
 from paceline.strategies.joint import AGGREGATE_DOC, require_joint
 from paceline.strategies.replica import Replica, require_no_closure, require_plain_steps
+from paceline.strategies.served_rows import ROW_STALENESS_DOC, keeping_for, require_row_staleness
 from paceline.strategies.serving import ServerSynchronizer
 from paceline.strategies.table_files import DIR_DOC, MBYTES_DOC, require_table_files, table_files
 from paceline.strategies.traits import AllReduced, Served, Traits
@@ -64,6 +65,7 @@ class ParameterServer(Strategy):
     aggregate: Aggregator = option(MEAN, AGGREGATE_DOC)
     table_dir: str | None = option(None, DIR_DOC)
     table_mbytes: float | None = option(None, MBYTES_DOC)
+    row_staleness: int = option(0, ROW_STALENESS_DOC)
 
     def validate(self) -> None:
         require_choice("codec_scope", self.codec_scope, get_args(Scope))
@@ -89,6 +91,7 @@ class ParameterServer(Strategy):
         if not self.aggregate.streams:
             self._require_comparable()
         require_table_files(self.table_dir, self.table_mbytes)
+        require_row_staleness(self.row_staleness, staleness=self._staleness, rule=f"ps-{self.consistency}")
 
     def check(self, *, num_workers: int) -> None:
         require_joint(self.aggregator(), num_workers - self.backup_workers)
@@ -159,8 +162,9 @@ class ParameterServer(Strategy):
             )
         if replica.tables:
             self._require_rows_joined_alike(context)
-        elif self.table_dir is not None:
-            raise UsageError(f"table_dir={self.table_dir} has no effect without a ShardedEmbedding; leave it out")
+        for name in () if replica.tables else ("table_dir", "row_staleness"):
+            if getattr(self, name):
+                raise UsageError(f"{name}={getattr(self, name)} has no effect without a ShardedEmbedding; leave it out")
         is_synchronous = self.consistency == "bsp"
         return ServerSynchronizer(
             context,
@@ -173,6 +177,7 @@ class ParameterServer(Strategy):
             is_partial=self.backup_workers > 0,
             codec=self.codec_of_pushes(),
             codec_scope=self.codec_scope,
+            keeping=keeping_for(self.row_staleness, staleness=self._staleness),
         )
 
     def _require_rows_joined_alike(self, context: Context) -> None:

@@ -1,5 +1,6 @@
 """Rows of tables on servers that hold nothing else, under a strategy whose workers own the model."""
 
+import math
 from typing import Literal, final, get_args
 
 import torch
@@ -14,7 +15,7 @@ from paceline.server.spec import OptimizerSpec, Push
 from paceline.strategies.base import Context, NonFinitePolicy, non_finite, require_choice
 from paceline.strategies.finite import nonfinite_row
 from paceline.strategies.replica import Replica
-from paceline.strategies.served_rows import ServedRows
+from paceline.strategies.served_rows import ServedRows, keeping_for, require_row_staleness
 
 RowRule = Literal["bsp", "asp"]
 ROWS_DOC = (
@@ -25,13 +26,16 @@ SERVERS_DOC = "number of servers that hold the rows of tables (ShardedEmbedding)
 _NO_OPTIMIZER = OptimizerSpec(torch.optim.SGD, {"lr": 0.0}, ({},), element_wise=True)
 
 
-def require_rows_beside(servers: int, rows: RowRule | None, table_dir: str | None, aggregate: Aggregator) -> None:
+def require_rows_beside(
+    servers: int, rows: RowRule | None, table_dir: str | None, row_staleness: int, aggregate: Aggregator
+) -> None:
     """Raises UsageError, which names the option, for a value that is out of range or has no effect."""
     if servers < 0:
         raise UsageError(f"servers must be at least 0, not {servers}")
     require_choice("rows", rows, (None, *get_args(RowRule)))
     if not servers and (rows or table_dir):
         raise UsageError(f"{f'rows={rows}' if rows else f'table_dir={table_dir}'} has no effect without servers=N")
+    require_row_staleness(row_staleness, staleness=math.inf if rows == "asp" else None, rule="rows=bsp")
     if servers and aggregate != MEAN:
         raise UsageError(
             f"aggregate={aggregate} does not join the rows of a ShardedEmbedding, of which servers take the mean"
@@ -53,7 +57,15 @@ class RowsBeside:
         UsageError: there are no servers, or no tables.
     """
 
-    def __init__(self, context: Context, replica: Replica, *, rows: RowRule | None, nonfinite: NonFinitePolicy) -> None:
+    def __init__(
+        self,
+        context: Context,
+        replica: Replica,
+        *,
+        rows: RowRule | None,
+        row_staleness: int,
+        nonfinite: NonFinitePolicy,
+    ) -> None:
         if context.store is None:
             raise UsageError("this world has no servers; start the script with `paceline run ... --option servers=N`")
         if not replica.tables:
@@ -65,7 +77,8 @@ class RowsBeside:
         self._is_joint, self._nonfinite, self._weight = rows != "asp", nonfinite, 1.0
         memory = self._store.allocate(ALIGNMENT_BYTES)
         self._store.attach(by_group(()), _NO_OPTIMIZER, memory, memory, holds_rows=True)
-        self._rows = ServedRows(self._store, self._tables)
+        keeping = keeping_for(row_staleness, staleness=math.inf)
+        self._rows = ServedRows(context, self._store, self._tables, keeping=keeping)
 
     @property
     def timing(self) -> Timing:
@@ -96,3 +109,4 @@ class RowsBeside:
 
     def leave(self) -> None:
         self._store.leave()
+        self._rows.leave()

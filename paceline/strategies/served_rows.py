@@ -2,46 +2,104 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
+import torch
 from torch import Tensor
 
 from paceline.comm.base import Store, TableStore
 from paceline.errors import UsageError
 from paceline.nn.sharded_embedding import ShardedEmbedding
 from paceline.row_file import RowFile
+from paceline.server.tables.kept_rows import Keeping
+from paceline.strategies.base import Context
+
+ROW_STALENESS_DOC = "steps after which a worker asks a server again for a row that it has (default 0: at each)"
+
+
+def require_row_staleness(row_staleness: int, *, staleness: float | None, rule: str) -> None:
+    """Raises UsageError, which names the option, for a value that is out of range or has no effect.
+
+    Args:
+        staleness: of the admission rule; none: workers make each update together.
+        rule: by its name.
+    """
+    if row_staleness < 0:
+        raise UsageError(f"row_staleness must be at least 0, not {row_staleness}")
+    if row_staleness and staleness is None:
+        raise UsageError(f"row_staleness has no effect under {rule}, where a row is as the last update has left it")
+    if staleness is not None and row_staleness > staleness:
+        raise UsageError(f"row_staleness={row_staleness} is above the staleness of {rule}, which is {staleness:g}")
+
+
+def keeping_for(row_staleness: int, *, staleness: float | None) -> Keeping | None:
+    """What the option asks for; none: rows are asked for each time."""
+    return Keeping(row_staleness, staleness) if row_staleness and staleness is not None else None
 
 
 @final
 class ServedRows:
-    """Has the servers hold the tables' rows, those that they have already among them. Collective call."""
+    """Has the servers hold the tables' rows, those that they have already among them. Collective call.
 
-    def __init__(self, store: Store, tables: Sequence[ShardedEmbedding]) -> None:
-        self._tables = tables
-        self._store = store.open_tables([table.spec for table in tables]) if tables else None
+    Args:
+        keeping: see `Store.open_tables`.
+    """
+
+    def __init__(
+        self, context: Context, store: Store, tables: Sequence[ShardedEmbedding], *, keeping: Keeping | None
+    ) -> None:
+        self._tables, self._log = tables, context.log if keeping is not None else None
+        self._store = store.open_tables([table.spec for table in tables], keeping=keeping) if tables else None
+        self._together = _Together({}, {})
         for number, table in enumerate(tables):
             assert self._store is not None
             rows = table.rows()
-            table.move_to(_Elsewhere(self._store, number))
+            table.move_to(_Elsewhere(self._store, number, self._together))
             table.load_rows(rows)
 
     def push(self, *, weight: float, is_void: bool) -> None:
         """Give the servers what backward passes have found, for the update that the next push of the model is for; or
         drop it, if that is to be none."""
+        self._together.brought.clear()
         gradients = [table.take_gradients() for table in self._tables]
         if self._store is not None and not is_void:
             self._store.push(gradients, weight=weight)
+
+    def leave(self) -> None:
+        """The worker has trained."""
+        if self._store is not None and self._log is not None:
+            self._log({"rows_read": self._store.num_read, "rows_kept": self._store.num_kept})
+
+
+class _Together(NamedTuple):
+    """What the tables of a worker read in one request."""
+
+    expected: dict[int, Tensor]
+    """By table, the keys of rows that are read next."""
+    brought: dict[int, tuple[Tensor, Tensor]]
+    """By table, keys and rows that came with another table's."""
 
 
 @final
 class _Elsewhere:
     """A table's home on the servers."""
 
-    def __init__(self, store: TableStore, number: int) -> None:
-        self._store, self._number = store, number
+    def __init__(self, store: TableStore, number: int, together: "_Together") -> None:
+        self._store, self._number, self._together = store, number, together
 
-    def read(self, keys: Tensor) -> Tensor:
-        return self._store.read(self._number, keys)
+    def expect(self, keys: Tensor) -> None:
+        self._together.expected[self._number] = keys
+
+    def read(self, keys: Tensor, *, is_fresh: bool) -> Tensor:
+        together, own = self._together, self._number
+        brought = together.brought.pop(own, None)
+        if brought is not None and torch.equal(brought[0], keys):
+            return brought[1]
+        wanted = {**together.expected, own: keys}
+        together.expected.clear()
+        found = self._store.read(wanted, is_fresh=is_fresh)
+        together.brought.update({table: (wanted[table], rows) for table, rows in found.items() if table != own})
+        return found[own]
 
     def __deepcopy__(self, memo: object) -> "_Elsewhere":
         """A copy of the model looks at the same rows."""

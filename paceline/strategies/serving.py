@@ -17,6 +17,7 @@ from paceline.hooks import place_in_script
 from paceline.layout import Layout, by_group
 from paceline.server.coded_push import PushCoding
 from paceline.server.spec import Push, Reply
+from paceline.server.tables.kept_rows import Keeping
 from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Synchronizer, non_finite
 from paceline.strategies.coding import NOTHING_CODED, Scope, require_real
 from paceline.strategies.combining import Combining, Mode, obstacle_to_a_mean
@@ -53,6 +54,7 @@ class ServerSynchronizer(Synchronizer):
         aggregator: of the servers.
         codec: of what is pushed.
         codec_scope: whether servers on this worker's host get it coded, too.
+        keeping: of rows of tables.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class ServerSynchronizer(Synchronizer):
         aggregator: Aggregator = MEAN,
         codec: TensorCodec | None = None,
         codec_scope: Scope = "links",
+        keeping: Keeping | None = None,
     ) -> None:
         super().__init__(context, replica)
         self._store, self._nonfinite, self._is_weighted = store, nonfinite, is_weighted and aggregator.streams
@@ -110,7 +113,7 @@ class ServerSynchronizer(Synchronizer):
             coding=self._coding(codec, codec_scope, layout),
             holds_rows=bool(replica.tables),
         )
-        self._rows = ServedRows(store, replica.tables)
+        self._rows = ServedRows(context, store, replica.tables, keeping=keeping)
         if codec is not None:
             self.facts = {"codec": str(codec) if store.is_coded else NOTHING_CODED}
 
@@ -223,6 +226,7 @@ class ServerSynchronizer(Synchronizer):
                 "model is the servers', without that: save what you have changed yourself, or use ps-bsp or all-reduce"
             )
         self._store.leave()
+        self._rows.leave()
 
     def optimizer_state(self) -> dict[str, Tensor]:
         return self._store.optimizer_state()

@@ -79,7 +79,7 @@ class Session:
             context = under_attack(self._attacks, context, strategy.traits)
         context = replace(context, evaluate=self._found_of, off_the_clock=self._off_the_clock)
         self.run = WorkerRun(context, strategy, config, reporter)
-        self.run.context = replace(self.run.context, tell=self.run.tell)
+        self.run.context = replace(self.run.context, tell=self.run.tell, log=self.log)
         self._checkpoint = checkpoint
         traits = strategy.traits
         runs_free = traits.tells_stop and not traits.lock_step

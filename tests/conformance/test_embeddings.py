@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import RunFailed, UsageError
-from paceline.nn import ShardedEmbedding
+from paceline.messages import Kind, Message
+from paceline.nn import ShardedEmbedding, read_together
 from paceline.running.result import Result
+from paceline.server.server_core import ServerCore
 from paceline.server.tables.hashing import normal
 from paceline.training.worker import Worker
 from tests.conformance import virtual_engine
@@ -103,7 +105,7 @@ def test_rows_equal_a_plain_embedding(
 
 
 @pytest.mark.parametrize("run", ENGINES)
-@pytest.mark.parametrize("strategy", ["ps-asp", HYBRID, pytest.param("ps-ssp", marks=SLOW)])
+@pytest.mark.parametrize("strategy", ["ps-asp", HYBRID, "ps-ssp:row_staleness=2", pytest.param("ps-ssp", marks=SLOW)])
 def test_asynchronous_workers_learn(run: Any, strategy: str, tmp_path: Path) -> None:
     script = partial(launched, train_for_long, tmp_path)
     result = run(script, strategy=f"{strategy}:servers=2", workers=2, out=tmp_path / "run", eval_every=100)
@@ -131,6 +133,57 @@ def test_one_asynchronous_worker_equals_single(run: Any, tmp_path: Path) -> None
         out.mkdir()
         run(partial(launched, train, out), strategy=strategy, workers=1, out=out / "run")
         assert_same_rows(rows_of(tmp_path / "single"), rows_of(out))
+
+
+def test_rows_are_read_together_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker alone makes updates, and its copies have them at once where the optimizer keeps nothing."""
+    asked: list[Message] = []
+    receive = ServerCore.receive
+
+    def noted(core: ServerCore, message: Message, now_s: float) -> object:
+        asked.extend([message] * (message.kind is Kind.READ_ROWS))
+        return receive(core, message, now_s)
+
+    monkeypatch.setattr(ServerCore, "receive", noted)
+    moved, run = {}, virtual_engine.run
+    for name, strategy in (
+        ("single", "single"),
+        ("asks", "ps-ssp:servers=2"),
+        ("keeps", "ps-ssp:servers=2:row_staleness=3"),
+        ("hybrid", f"{HYBRID}:servers=1:row_staleness=3"),
+    ):
+        out = tmp_path / name
+        out.mkdir()
+        asked.clear()
+        result = run(partial(launched, read_and_train, out), strategy=strategy, workers=1, out=out / "run")
+        assert_same_rows(rows_of(tmp_path / "single"), rows_of(out))
+        moved[name] = sum(record.moved_bytes for record in result.steps)
+        counted = {record.name: record.value for record in result.logged}
+        assert len(asked) <= 2 * len(result.steps)
+        assert bool(counted) == (name in ("keeps", "hybrid"))
+        assert not counted or 0.4 * counted["rows_read"] < counted["rows_kept"] < counted["rows_read"]
+        if name == "keeps":
+            assert moved["keeps"] <= moved["asks"] - counted["rows_kept"] * (8 + 8 * DIM)
+
+
+class Together(Factors):
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        tables: Any = self.users, self.items
+        user, item = read_together(list(zip(tables, (USERS[users], items), strict=True)))
+        return (user * item).sum(dim=1) + self.bias.mean()
+
+
+def read_and_train(worker: Worker, out: Path) -> None:
+    own = tables("sgd:lr=0.1")
+    model: Any = Together(own.users, own.items)
+    loader: Any = DataLoader(ratings(), batch_size=BATCH, shuffle=True)
+    model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for users, items, wanted in loader:
+        updater.zero_grad()
+        (model(users, items) - wanted).square().mean().backward()
+        updater.step()
+    with pytest.raises(UsageError, match="table 'users' comes twice"):
+        read_together([(model.users, users), (model.users, users)])
 
 
 @pytest.mark.parametrize("run", ENGINES)

@@ -45,8 +45,8 @@ class Net:
         self.ask(0, self.clients[0].open())
 
     def read(self, keys: Sequence[int], worker: int = 0) -> Tensor:
-        self.ask(worker, self.clients[worker].read(0, torch.tensor(list(keys))))
-        return self.clients[worker].rows()
+        self.ask(worker, self.clients[worker].read({0: torch.tensor(list(keys))}))
+        return self.clients[worker].rows()[0]
 
     def push(self, worker: int, weight: float, gradients: RowGradients | None) -> None:
         self.ask(worker, self.clients[worker].push([gradients], weight=weight))

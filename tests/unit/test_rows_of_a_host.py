@@ -11,7 +11,9 @@ from typing import NoReturn
 
 import pytest
 import torch
+from torch import Tensor
 
+from paceline.comm.base import TableStore
 from paceline.comm.servers import holding, rows_in_view
 from paceline.comm.servers.group import ServerGroup
 from paceline.comm.servers.rows_in_view import RowsInView
@@ -55,6 +57,10 @@ def group_of_one(*, num_here: int) -> AbstractContextManager[ServerGroup]:
     return attached(LAYOUT, SGD, rule, are_here=[index < num_here for index in range(SERVERS)])
 
 
+def read(tables: TableStore, table: int, keys: Tensor) -> Tensor:
+    return tables.read({table: keys}, is_fresh=False)[table]
+
+
 def gradients_of(step: int) -> list[RowGradients | None]:
     """Of 200 rows of the first table, and in every other step of the second one's first 9."""
     generator = torch.Generator().manual_seed(step)
@@ -90,8 +96,8 @@ def test_rows_are_the_same_wherever_servers_are(num_here: int, asked: Counter[Ki
             for number, (twin, given) in enumerate(zip(twins, gradients, strict=True)):
                 if given is not None:
                     twin.update(given)
-                assert torch.equal(tables.read(number, keys), twin.read(keys))
-            assert tables.read(0, keys[:0]).shape == (0, DIM)
+                assert torch.equal(read(tables, number, keys), twin.read(keys))
+            assert read(tables, 0, keys[:0]).shape == (0, DIM)
         for number, twin in enumerate(twins):
             for name, tensor in twin.state().items():
                 assert torch.equal(tables.state(number)[name], tensor)
@@ -100,6 +106,23 @@ def test_rows_are_the_same_wherever_servers_are(num_here: int, asked: Counter[Ki
     is_seen = num_here == SERVERS
     assert asked[Kind.PUSH_ROWS] == (0 if is_seen else SERVERS * num_steps)
     assert asked[Kind.READ_ROWS] == (0 if is_seen else 2 * SERVERS * num_steps)
+
+
+@pytest.mark.parametrize("num_here", [SERVERS, 1])
+def test_several_tables_are_one_request_to_each_server(num_here: int, asked: Counter[Kind]) -> None:
+    keys = [torch.arange(600), torch.arange(50, 20, -1)]
+    with group_of_one(num_here=num_here) as group:
+        tables = group.open_tables(TABLES)
+        tables.push(gradients_of(1), weight=1.0)
+        group.exchange(PUSH)
+        twins = [Table(spec) for spec in TABLES]
+        for twin, given in zip(twins, gradients_of(1), strict=True):
+            assert given is not None
+            twin.update(given)
+        rows = tables.read(dict(enumerate(keys)), is_fresh=True)
+        for number, twin in enumerate(twins):
+            assert torch.equal(rows[number], twin.read(keys[number]))
+    assert asked[Kind.READ_ROWS] == (0 if num_here == SERVERS else SERVERS)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "Cannot allocate memory"), PeerLost("no descriptor is left")])
@@ -116,7 +139,7 @@ def test_a_worker_that_can_map_nothing_asks_for_rows(
     with group_of_one(num_here=SERVERS) as group:
         tables = group.open_tables(TABLES)
         for _ in range(10):
-            assert torch.equal(tables.read(0, keys), Table(TABLES[0]).read(keys))
+            assert torch.equal(read(tables, 0, keys), Table(TABLES[0]).read(keys))
     assert asked[Kind.READ_ROWS] == 10 * SERVERS
     assert asked[Kind.SHOW_ROWS] == 3 * SERVERS
 
@@ -142,7 +165,7 @@ def test_bytes_count_as_if_messages_had_moved_them() -> None:
             tables = group.open_tables(TABLES)
             for some in (keys, keys[:1]):
                 before = group.timing.moved_bytes
-                tables.read(0, some)
+                read(tables, 0, some)
                 moved.append(group.timing.moved_bytes - before)
     assert moved[:2] == moved[2:] == [300 * (8 + 4 * DIM) + 4 * HEAD_BYTES, 8 + 4 * DIM + 2 * HEAD_BYTES]
 

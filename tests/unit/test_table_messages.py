@@ -45,7 +45,7 @@ def test_a_push_that_was_for_no_update_counts_nowhere() -> None:
 
 def test_only_servers_that_own_a_key_are_asked() -> None:
     net = Net(spec_of(), num_servers=200)
-    assert len(net.clients[0].read(0, torch.arange(3))) == len(owners(torch.arange(3), 200).unique())
+    assert len(net.clients[0].read({0: torch.arange(3)})) == len(owners(torch.arange(3), 200).unique())
 
 
 def request(kind: Kind, body: object, *tensors: Tensor) -> Message:
@@ -56,12 +56,17 @@ def request(kind: Kind, body: object, *tensors: Tensor) -> Message:
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        (request(Kind.READ_ROWS, {"table": 1, "count": 0}), "there are 1 tables, and none of index 1"),
-        (request(Kind.READ_ROWS, {"table": "0", "count": 0}), "none of index '0'"),
-        (request(Kind.READ_ROWS, {"table": 0, "count": 2**60}), "1152921504606846976 keys in 0 bytes"),
-        (request(Kind.READ_ROWS, {"table": 0, "count": 1}, torch.tensor([1, 2])), "16 bytes of tensors instead of 8"),
-        (request(Kind.READ_ROWS, {"table": 0, "count": 1}, torch.tensor([NUM_ROWS])), f"none of key {NUM_ROWS}"),
-        (request(Kind.READ_ROWS, {}), "count"),
+        (request(Kind.READ_ROWS, {"tables": [1], "counts": [0]}), "there are 1 tables, and none of index 1"),
+        (request(Kind.READ_ROWS, {"tables": ["0"], "counts": [0]}), "none of index '0'"),
+        (request(Kind.READ_ROWS, {"tables": [0], "counts": [2**60]}), "1152921504606846976 keys in 0 bytes"),
+        (
+            request(Kind.READ_ROWS, {"tables": [0], "counts": [1]}, torch.tensor([1, 2])),
+            "16 bytes of tensors instead of 8",
+        ),
+        (request(Kind.READ_ROWS, {"tables": [0], "counts": [1]}, torch.tensor([NUM_ROWS])), f"none of key {NUM_ROWS}"),
+        (request(Kind.READ_ROWS, {"tables": [0], "counts": []}), "keys of 0 tables for 1"),
+        (request(Kind.READ_ROWS, {"tables": 3, "counts": []}), "READ_ROWS"),
+        (request(Kind.READ_ROWS, {}), "tables"),
         (request(Kind.PUSH_ROWS, {"weight": 0, "counts": [None]}), "weight 0"),
         (request(Kind.PUSH_ROWS, {"weight": True, "counts": [None]}), "weight True"),
         (request(Kind.PUSH_ROWS, {"weight": 1, "counts": []}), "rows of 0 tables"),

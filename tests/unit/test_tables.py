@@ -200,7 +200,9 @@ def test_rows_are_read_by_the_keys_that_were_checked(monkeypatch: pytest.MonkeyP
     shards.receive(Message(Kind.OPEN_TABLES, 1, 0, body={"tables": [spec_of().plain()]}))
     wanted = Table(spec_of()).read(memory.clone())
     monkeypatch.setattr(TableSpec, "checked", and_then_changed)
-    asked = Message(Kind.READ_ROWS, 1, 0, body={"table": 0, "count": 2}, payload=[memoryview(memory.numpy()).cast("B")])
+    asked = Message(
+        Kind.READ_ROWS, 1, 0, body={"tables": [0], "counts": [2]}, payload=[memoryview(memory.numpy()).cast("B")]
+    )
     [rows] = shards.receive(asked)["payload"]
     assert bytes(rows) == wanted.numpy().tobytes()
 

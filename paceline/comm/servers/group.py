@@ -15,6 +15,7 @@ from paceline.server.coded_push import PushCoding
 from paceline.server.ranges import KeyRange, cut, require_some_for_each
 from paceline.server.server_core import Send
 from paceline.server.spec import OptimizerSpec, Push, Reply
+from paceline.server.tables.kept_rows import Keeping
 from paceline.server.tables.spec import TableSpec
 
 Configure = Callable[[Layout, OptimizerSpec, Sequence[KeyRange]], None]
@@ -116,7 +117,7 @@ class ServerGroup(Store):
             self._ask(self._client.set_state(state))
         self._initialise(iteration=iteration)
 
-    def open_tables(self, specs: Sequence[TableSpec]) -> TableStore:
+    def open_tables(self, specs: Sequence[TableSpec], *, keeping: Keeping | None = None) -> TableStore:
         return ServedTables(
             self._carrier,
             specs,
@@ -124,6 +125,8 @@ class ServerGroup(Store):
             timing=self.timing,
             epoch=self._epoch,
             give_with_push=self._client.take_along,
+            keeping=keeping,
+            clock=lambda: self._client.clock,
         )
 
     def abort(self, reason: str) -> None:

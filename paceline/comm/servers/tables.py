@@ -15,6 +15,7 @@ from paceline.messages import HEAD_BYTES
 from paceline.row_file import RowFile
 from paceline.server.server_core import Send
 from paceline.server.tables.client_core import Given, TableClient
+from paceline.server.tables.kept_rows import Keeping, KeptRows
 from paceline.server.tables.spec import RowGradients, TableSpec
 
 _MOST_LOST = 3
@@ -27,6 +28,8 @@ class ServedTables(TableStore):
     Args:
         timing: of the store, which what this takes is added to.
         give_with_push: has the store's next exchange take this along, for each server; false: it cannot.
+        keeping: rows that were asked for are used again, for so long; none: never.
+        clock: of this worker.
     """
 
     def __init__(
@@ -38,7 +41,11 @@ class ServedTables(TableStore):
         timing: Timing,
         epoch: int,
         give_with_push: Callable[[Sequence[Given]], bool],
+        keeping: Keeping | None,
+        clock: Callable[[], int],
     ) -> None:
+        self._keeping, self._clock = keeping, clock
+        self._kept = [KeptRows(spec) for spec in specs]
         self._give_with_push = give_with_push
         self._carrier, self._collective, self._timing = carrier, collective, timing
         self._specs, self._sees_rows = specs, carrier.is_all_beside
@@ -49,18 +56,42 @@ class ServedTables(TableStore):
             self._ask(self._client.open())
         collective.barrier()
 
-    def read(self, table: int, keys: Tensor) -> Tensor:
-        began_s = time.perf_counter()
-        rows = self._look(table, keys)
-        if rows is not None and self._seen is not None:
-            self._timing.communication_s += time.perf_counter() - began_s
+    def read(self, wanted: Mapping[int, Tensor], *, is_fresh: bool) -> dict[int, Tensor]:
+        self.num_read += sum(map(len, wanted.values()))
+        began_s, rows, left = time.perf_counter(), {}, {}
+        for table, keys in wanted.items():
+            seen = self._look(table, keys)
+            if seen is None or self._seen is None:
+                left[table] = keys
+                continue
+            rows[table] = seen
             # Counts the bytes that messages would have moved.
-            self._timing.moved_bytes += 2 * HEAD_BYTES * self._seen.num_read + keys.nbytes + rows.nbytes
-            return rows
-        sends = self._client.read(table, keys)
+            self._timing.moved_bytes += 2 * HEAD_BYTES * self._seen.num_read + keys.nbytes + seen.nbytes
+        if rows:
+            self._timing.communication_s += time.perf_counter() - began_s
+        keeping = None if is_fresh else self._keeping
+        return rows | (self._asked(left) if keeping is None else self._read_or_keep(left, keeping))
+
+    def _asked(self, wanted: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        sends = self._client.read(wanted)
         if sends:  # there is a key
             self._timed(sends)
         return self._client.rows()
+
+    def _read_or_keep(self, wanted: Mapping[int, Tensor], keeping: Keeping) -> dict[int, Tensor]:
+        """Ask for those rows alone of which there is no copy that may be used still."""
+        clock = self._clock()
+        found = {table: self._kept[table].find(keys, clock=clock) for table, keys in wanted.items()}
+        missing = {table: keys[~found[table].is_kept] for table, keys in wanted.items()}
+        rows = self._asked(missing)
+        for table, (is_kept, kept) in found.items():
+            last = keeping.last_clocks(self._client.complete(table), clock=clock)
+            self._kept[table].keep(missing[table], rows[table], last, clock=clock)
+            self.num_kept += len(kept)
+            whole = kept.new_empty(len(is_kept), kept.shape[1])
+            whole[is_kept], whole[~is_kept] = kept, rows[table]
+            rows[table] = whole
+        return rows
 
     def _look(self, table: int, keys: Tensor) -> Tensor | None:
         """The rows where they lie; none: the servers are to be asked."""
@@ -86,6 +117,10 @@ class ServedTables(TableStore):
             self._sees_rows = self._num_lost < _MOST_LOST
 
     def push(self, gradients: Sequence[RowGradients | None], *, weight: float) -> None:
+        if self._keeping is not None:
+            for kept, given in zip(self._kept, gradients, strict=True):
+                if given is not None:
+                    kept.update(given)
         is_given = self._carrier.is_all_beside and self._give_with_push(self._client.parts(gradients, weight=weight))
         if not is_given:
             self._timed(self._client.push(gradients, weight=weight))
@@ -95,6 +130,7 @@ class ServedTables(TableStore):
         return self._client.state()
 
     def load(self, table: int, state: Mapping[str, Tensor]) -> None:
+        self._kept[table].drop()
         if self._collective.rank == 0:
             self._ask(self._client.set_state(table, state))
         self._collective.barrier()
@@ -104,6 +140,7 @@ class ServedTables(TableStore):
         return self._client.saved()
 
     def load_files(self, table: int, directory: Path, files: Sequence[RowFile]) -> None:
+        self._kept[table].drop()
         if self._collective.rank == 0:
             self._ask(self._client.load(table, directory, files))
         self._collective.barrier()

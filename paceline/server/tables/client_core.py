@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from paceline.errors import NotWritten
-from paceline.messages import Kind, Message, Raw, WireError, to_frames, view_of
+from paceline.messages import Kind, Message, Raw, WireError, cut_for, from_frames, to_frames
 from paceline.row_file import RowFile
 from paceline.server.server_core import Send
 from paceline.server.state import pack, unpack
@@ -39,8 +40,8 @@ class TableClient:
         self._answers: dict[int, Message | None] = {}
         """Of each server that was asked: what it has said."""
         self._error: WireError | None = None
-        self._read: tuple[int, list[Tensor]] = 0, []
-        """The table of the rows that were asked for last, and which of them each server has."""
+        self._read: dict[int, list[Tensor]] = {}
+        """Of each table whose rows were asked for last: which of them each server has."""
 
     # --- conversations ------------------------------------------------------------------------------------------
 
@@ -49,14 +50,18 @@ class TableClient:
         body = {"tables": [spec.plain() for spec in self._specs]}
         return self._ask("opening tables", Kind.OPEN_TABLES, [(body, [])] * self._num_servers)
 
-    def read(self, table: int, keys: Tensor) -> list[Send]:
-        """Ask for these keys' rows; servers that have none of them are not asked."""
-        places = self._places(keys)
-        self._read = table, places
-        requests = [
-            ({"table": table, "count": len(own)}, [keys.index_select(0, own)]) if len(own) else None for own in places
-        ]
-        return self._ask(f"rows of table {self._specs[table].name!r}", Kind.READ_ROWS, requests)
+    def read(self, wanted: Mapping[int, Tensor]) -> list[Send]:
+        """Ask for the rows of each table's keys; servers that have none of them are not asked."""
+        self._read = {table: self._places(keys) for table, keys in wanted.items()}
+        names = " and ".join(repr(self._specs[table].name) for table in wanted)
+        requests = [self._reading(server, wanted) for server in range(self._num_servers)]
+        return self._ask(f"rows of table {names}", Kind.READ_ROWS, requests)
+
+    def _reading(self, server: int, wanted: Mapping[int, Tensor]) -> Given | None:
+        """What one server is asked; none: it has no row of these."""
+        own = {table: self._read[table][server] for table in wanted if len(self._read[table][server])}
+        keys = [wanted[table].index_select(0, places) for table, places in own.items()]
+        return ({"tables": list(own), "counts": [len(each) for each in keys]}, keys) if own else None
 
     def show(self) -> list[Send]:
         """Ask where workers on a server's host see its rows."""
@@ -133,17 +138,26 @@ class TableClient:
         if self._error is not None:
             raise self._error
 
-    def rows(self) -> Tensor:
-        """Those that were asked for, in the order of the keys, shape (keys, dim)."""
-        table, places = self._read
-        spec = self._specs[table]
-        rows = spec.empty_rows(sum(map(len, places)))
-        for index, own in enumerate(places):
-            answer = self._answers.get(index)
+    def rows(self) -> dict[int, Tensor]:
+        """Of each table those that were asked for, in the order of the keys, shape (keys, dim)."""
+        found = {table: self._specs[table].empty_rows(sum(map(len, places))) for table, places in self._read.items()}
+        for server, answer in self._answers.items():
             if answer is not None:
-                part = view_of(answer.payload, dtype=spec.dtype, shape=(len(own), spec.dim))
-                rows.index_copy_(0, own, part)
-        return rows
+                own = {table: places[server] for table, places in self._read.items() if len(places[server])}
+                parts = [self._specs[table].empty_rows(len(places)) for table, places in own.items()]
+                from_frames(cut_for(answer.payload, parts), parts)
+                for (table, places), part in zip(own.items(), parts, strict=True):
+                    found[table].index_copy_(0, places, part)
+        return found
+
+    def complete(self, table: int) -> Tensor:
+        """Of each row of this table that was asked for, the clock before which it has all updates."""
+        places = self._read[table]
+        clocks = torch.empty(sum(map(len, places)), dtype=torch.int64)
+        for server, answer in self._answers.items():
+            if answer is not None:
+                clocks[places[server]] = answer.clock
+        return clocks
 
     def shown(self) -> list[Mapping[str, Any]]:
         """By server; empty where it shows none."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from paceline.errors import UsageError
-from paceline.messages import Kind, Message, WireError, cut_for, from_frames, raw_bytes, to_frames, view_of
+from paceline.messages import Kind, Message, WireError, cut_for, from_frames, raw_bytes, to_frames
 from paceline.row_file import RowFile
 from paceline.server.shard import Applied
 from paceline.server.state import pack, unpack
@@ -113,10 +113,13 @@ class TableShards:
         return {"body": {**self._storage.plain_view(), "tables": [table.plain_view() for table in self._tables]}}
 
     def _read(self, message: Message) -> Fields:
-        count = _count(message.body["count"], message)
-        keys = view_of(message.payload, dtype=torch.int64, shape=(count,)).clone()  # the worker can change its memory
-        rows = self._table(message).read(keys)
-        return {"payload": to_frames([rows]), "tensor_bytes": rows.nbytes}
+        tables = [self._at(index) for index in message.body["tables"]]
+        keys = [torch.empty(_count(count, message), dtype=torch.int64) for count in message.body["counts"]]
+        if len(tables) != len(keys):
+            raise ValueError(f"keys of {len(keys)} tables for {len(tables)}")
+        from_frames(cut_for(message.payload, keys), keys)  # a copy: the worker can change its memory
+        rows = [table.read(own) for table, own in zip(tables, keys, strict=True)]
+        return {"payload": to_frames(rows), "tensor_bytes": sum(each.nbytes for each in rows)}
 
     def receive_push(self, message: Message) -> None:
         """Gradients of rows that come with the push that they belong to. Raises WireError as `receive`."""
@@ -169,7 +172,9 @@ class TableShards:
         return {}
 
     def _table(self, message: Message) -> Table:
-        index = message.body["table"]
+        return self._at(message.body["table"])
+
+    def _at(self, index: Any) -> Table:
         if type(index) is not int or not 0 <= index < len(self._tables):
             raise ValueError(f"there are {len(self._tables)} tables, and none of index {index!r}")
         return self._tables[index]

@@ -237,6 +237,8 @@ class GradientBuckets:
             if gradient is None:
                 view.zero_()
             elif gradient is not view:
+                if gradient.is_sparse:
+                    gradient = gradient.to_dense()  # of an Embedding with sparse=True
                 if gradient.layout is not torch.strided or gradient.requires_grad or gradient.dtype is not view.dtype:
                     raise UsageError(self._refusal(index, gradient))
                 new.append(gradient)
@@ -296,7 +298,9 @@ class GradientBuckets:
                 "workers exchange it; take gradients of gradients with torch.autograd.grad(..., create_graph=True), or "
                 "use the strategy single"
             )
-        return f"parameter {self._name(index)!r} has a sparse gradient; give its layer sparse=False"
+        return (
+            f"the gradient of {self._name(index)!r} is {gradient.layout}; only dense and sparse_coo ones are exchanged"
+        )
 
     def _name(self, index: int) -> str:
         return self.layout.specs[index].name

@@ -25,7 +25,13 @@ from paceline.strategies.gradient_averaging import GradientAveraging
 from paceline.strategies.joint import AGGREGATE_DOC, require_joint
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.repeated_averaging import RepeatedAveraging
-from paceline.strategies.replica import Replica, cannot_evaluate, is_skipped_by_scaler, require_same_parameters
+from paceline.strategies.replica import (
+    Replica,
+    cannot_evaluate,
+    is_skipped_by_scaler,
+    require_dense_steps,
+    require_same_parameters,
+)
 from paceline.strategies.rows_beside import ROWS_DOC, SERVERS_DOC, RowRule, RowsBeside, require_rows_beside, rule_of
 from paceline.strategies.served_rows import ROW_STALENESS_DOC
 from paceline.strategies.table_files import DIR_DOC, MBYTES_DOC, require_table_files, table_files
@@ -129,6 +135,7 @@ class AllReduce(Strategy):
         if self.algorithm != "auto" and not context.collective.can_receive_first:
             # In every algorithm ranks receive from each other before they send: over NCCL they would hang.
             raise UsageError(f"algorithm={self.algorithm} is not for NCCL; use algorithm=auto, or --device cpu")
+        require_dense_steps(replica.optimizer)
         return _AllReduceSynchronizer(self, context, replica)
 
 

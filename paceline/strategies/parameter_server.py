@@ -14,7 +14,7 @@ from paceline.strategies.base import Context, Strategy, Synchronizer, option, re
 from paceline.strategies.coding import CODEC_DOC, SCOPE_DOC, Scope, require_averaging
 from paceline.strategies.combining import Mode
 from paceline.strategies.joint import AGGREGATE_DOC, require_joint
-from paceline.strategies.replica import Replica, require_no_closure, require_plain_steps
+from paceline.strategies.replica import Replica, require_dense_steps, require_no_closure, require_plain_steps
 from paceline.strategies.served_rows import ROW_STALENESS_DOC, keeping_for, require_row_staleness
 from paceline.strategies.serving import ServerSynchronizer
 from paceline.strategies.table_files import DIR_DOC, MBYTES_DOC, require_table_files, table_files
@@ -154,6 +154,7 @@ class ParameterServer(Strategy):
         if context.store is None:
             raise UsageError("this world has no servers; start the script with `paceline run --strategy ps-...`")
         require_no_closure(replica.optimizer)
+        require_dense_steps(replica.optimizer)
         require_plain_steps(replica)
         if replica.tables and self.replicas:
             raise UsageError(

@@ -343,6 +343,15 @@ def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
         raise cannot_evaluate(optimizer)
 
 
+def require_dense_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UsageError for an optimizer that takes sparse gradients alone: workers exchange whole ones."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UsageError(
+            "SparseAdam takes sparse gradients alone, and workers exchange whole ones; use SGD or Adagrad, whose steps "
+            "are the same for both, or give the rows to paceline.nn.ShardedEmbedding(optimizer='adam')"
+        )
+
+
 def spec_of(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """What servers need to build it anew."""
     kind = type(optimizer)

@@ -57,6 +57,19 @@ def misuse(worker: Worker, out: Path, *, key: float = 12, factor: float = 1.0, o
         updater.zero_grad()
 
 
+@pytest.mark.parametrize("strategy", ["ps-bsp", "all-reduce"])
+def test_an_optimizer_of_sparse_gradients_alone_is_refused(strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"SparseAdam takes sparse gradients alone.*use SGD or Adagrad"):
+        virtual_engine.run(
+            partial(launched, train_sparsely, tmp_path), strategy=strategy, workers=2, out=tmp_path / "run"
+        )
+
+
+def train_sparsely(worker: Worker, out: Path) -> None:
+    model = nn.Embedding(10, 3, sparse=True)
+    worker.prepare(model, torch.optim.SparseAdam(model.parameters()), DataLoader(ratings(), batch_size=BATCH))
+
+
 @pytest.mark.parametrize("nonfinite", ["skip", "allow"])
 @pytest.mark.parametrize("strategy", ["ps-bsp", f"{HYBRID}:servers=2"])
 def test_what_becomes_of_a_step_with_a_row_that_is_not_finite(strategy: str, nonfinite: str, tmp_path: Path) -> None:

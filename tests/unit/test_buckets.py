@@ -215,10 +215,15 @@ def test_a_gradient_with_a_history_is_refused() -> None:
         script.model(X).pow(2).sum().backward(create_graph=True)
 
 
-def test_a_sparse_gradient_is_refused_by_name() -> None:
-    script = Script(nn.Embedding(10, 3, sparse=True))
-    with pytest.raises(UsageError, match=r"'weight' has a sparse gradient.*sparse=False"):
-        script.model(torch.tensor([1, 2])).sum().backward()
+def test_sparse_gradients_are_what_dense_ones_would_be() -> None:
+    """Rows that come twice, and a second pass before the step, add up."""
+    table = nn.Embedding(10, 3)
+    script = Script(nn.Embedding(10, 3, sparse=True, _weight=table.weight.detach().clone()))
+    for keys in (torch.tensor([1, 2, 1]), torch.tensor([2, 9])):
+        for model in (script.model, table):
+            model(keys).square().sum().backward()
+    assert script.model.weight.grad is script.buckets.views[0]
+    assert torch.equal(script.model.weight.grad, table.weight.grad)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -371,9 +371,15 @@ class TableStore(ABC):
         """
 
     @abstractmethod
-    def push(self, gradients: Sequence[RowGradients | None], *, weight: float) -> None:
+    def push(
+        self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
+    ) -> None:
         """Give the servers gradients of every table's rows, none where it was not used. They become part of the update
-        that this worker's next `Store.exchange` is for, in which they have this weight."""
+        that this worker's next `Store.exchange` is for, in which they have this weight.
+
+        Args:
+            lrs: for each table, the learning rate; none, also as a whole: its optimizer's own.
+        """
 
     @abstractmethod
     def state(self, table: int) -> dict[str, Tensor]:

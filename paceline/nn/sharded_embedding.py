@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from paceline.errors import UsageError
 from paceline.row_file import RowFile
-from paceline.server.tables.row_optimizers import RowOptimizer, of_text
+from paceline.server.tables.row_optimizers import RowOptimizer, of_text, with_lr
 from paceline.server.tables.spec import RowGradients, TableSpec, are_different, summed
 from paceline.server.tables.table import Table
 
@@ -88,6 +88,8 @@ class ShardedEmbedding(nn.Module):
         self.spec = TableSpec(name, num_rows, dim, rule, std, seed, dtype)
         self._own = Table(self.spec)
         self._home: Home | None = None
+        self.changed_lr: float | None = None
+        """What the script has set the learning rate to; none: it has not."""
         self._found: list[RowGradients] = []
 
     def forward(self, keys: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ class ShardedEmbedding(nn.Module):
         gradients = self.take_gradients()
         if gradients is not None:
             self._own.require(gradients)
-            self._own.update(gradients)
+            self._own.update(gradients, with_lr(self.spec.optimizer, self.changed_lr))
 
     def load_rows(self, state: Mapping[str, Tensor]) -> None:
         """Go on with rows that `rows` has given. Under servers it is a collective call; rank 0's rows count.
@@ -142,6 +144,20 @@ class ShardedEmbedding(nn.Module):
     def rows(self) -> dict[str, Tensor]:
         """The keys of all rows that were ever updated, in order, their rows, and their optimizer's state."""
         return self._holder.state()
+
+    @property
+    def lr(self) -> float:
+        """Of the rows' updates from here on, which the script sets as a schedule has it, on all workers alike. It is no
+        part of a checkpoint. Setting it raises UsageError for one that the optimizer cannot have."""
+        return self.spec.optimizer.lr if self.changed_lr is None else self.changed_lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        try:
+            with_lr(self.spec.optimizer, lr)
+        except ValueError as error:
+            raise UsageError(f"table {self.spec.name!r}: {error}") from None
+        self.changed_lr = lr
 
     @property
     def num_rows(self) -> int:

@@ -63,7 +63,7 @@ class ServedRows:
         self._together.brought.clear()
         gradients = [table.take_gradients() for table in self._tables]
         if self._store is not None and not is_void:
-            self._store.push(gradients, weight=weight)
+            self._store.push(gradients, weight=weight, lrs=[table.changed_lr for table in self._tables])
 
     def leave(self) -> None:
         """The worker has trained."""

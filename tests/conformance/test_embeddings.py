@@ -46,9 +46,15 @@ from tests.conformance.factors import (
 from tests.conformance.reference import Reference
 from tests.conformance.rows import keep, kept, launched
 
+GAMMA = 0.8
 
-def train_plain(num_workers: int, optimizer: Callable[[Any], torch.optim.Optimizer]) -> Factors:
-    """One process, with the batches of all workers together."""
+
+def train_plain(num_workers: int, optimizer: Callable[[Any], torch.optim.Optimizer], *, gamma: float = 1.0) -> Factors:
+    """One process, with the batches of all workers together.
+
+    Args:
+        gamma: by which the learning rate of the rows changes after each step.
+    """
     own = tables("sgd")
     users = nn.Embedding(len(USERS), DIM, sparse=True, dtype=torch.float64)
     items = nn.Embedding(NUM_ITEMS, DIM, sparse=True, dtype=torch.float64)
@@ -58,6 +64,7 @@ def train_plain(num_workers: int, optimizer: Callable[[Any], torch.optim.Optimiz
     model = Factors(users, items)
     dense = torch.optim.SGD([model.bias], lr=0.1)
     sparse = optimizer([users.weight, items.weight])
+    schedule = torch.optim.lr_scheduler.ExponentialLR(sparse, gamma)
     together = Reference(num_workers).prepare(model, dense, DataLoader(ratings(), batch_size=BATCH, shuffle=True))
     for who, what, wanted in together[2]:
         dense.zero_grad()
@@ -65,6 +72,7 @@ def train_plain(num_workers: int, optimizer: Callable[[Any], torch.optim.Optimiz
         (model(who, what) - wanted).square().mean().backward()
         dense.step()
         sparse.step()
+        schedule.step()
     return model
 
 
@@ -155,7 +163,8 @@ def test_rows_are_read_together_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
         out = tmp_path / name
         out.mkdir()
         asked.clear()
-        result = run(partial(launched, read_and_train, out), strategy=strategy, workers=1, out=out / "run")
+        script = partial(launched, read_and_train, out)
+        result = run(script, strategy=strategy, workers=1, out=out / "run", max_steps=12)
         assert_same_rows(rows_of(tmp_path / "single"), rows_of(out))
         moved[name] = sum(record.moved_bytes for record in result.steps)
         counted = {record.name: record.value for record in result.logged}
@@ -164,6 +173,30 @@ def test_rows_are_read_together_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
         assert not counted or 0.4 * counted["rows_read"] < counted["rows_kept"] < counted["rows_read"]
         if name == "keeps":
             assert moved["keeps"] <= moved["asks"] - counted["rows_kept"] * (8 + 8 * DIM)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [("single", 1), ("ps-bsp:servers=2", 2), pytest.param("all-reduce:servers=1", 2, marks=SLOW)],
+)
+@pytest.mark.parametrize("optimizer", ["adagrad:lr=0.3", pytest.param("adam:lr=0.05", marks=SLOW)])
+def test_rows_follow_a_schedule(optimizer: str, strategy: str, workers: int, tmp_path: Path) -> None:
+    script = partial(launched, partial(train_by_schedule, optimizer=optimizer), tmp_path)
+    virtual_engine.run(script, strategy=strategy, workers=workers, out=tmp_path / "run")
+    twin = train_plain(workers, TWINS[optimizer], gamma=GAMMA)
+    rows = rows_of(tmp_path)
+    torch.testing.assert_close(rows["users.rows"], twin.users.weight[USERS.argsort()].detach())
+    torch.testing.assert_close(rows["items.rows"], twin.items.weight[rows["items.keys"]].detach())
+
+
+def train_by_schedule(worker: Worker, out: Path, *, optimizer: str) -> None:
+    model: Any = tables(optimizer)
+    loader: Any = DataLoader(ratings(), batch_size=BATCH, shuffle=True)
+    model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for batch in loader:
+        step(model, updater, batch)
+        for table in (model.users, model.items):
+            table.lr *= GAMMA
 
 
 class Together(Factors):
@@ -178,7 +211,8 @@ def read_and_train(worker: Worker, out: Path) -> None:
     model: Any = Together(own.users, own.items)
     loader: Any = DataLoader(ratings(), batch_size=BATCH, shuffle=True)
     model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    for users, items, wanted in loader:
+    for number, (users, items, wanted) in enumerate(loader):
+        model.users.lr = 0.1 / (1 + number)
         updater.zero_grad()
         (model(users, items) - wanted).square().mean().backward()
         updater.step()

@@ -96,7 +96,7 @@ def world(num_workers: int, num_servers: int, spec: TableSpec, *, staleness: flo
     return [Worker(rank, servers, spec, Keeping(steps, staleness)) for rank in range(num_workers)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     num_workers=st.integers(1, 3),
     num_servers=st.integers(1, 2),

@@ -78,6 +78,22 @@ def test_keys_of_any_shape() -> None:
         table(torch.tensor([True]))
 
 
+def test_a_learning_rate_may_change_where_the_optimizer_allows_it() -> None:
+    table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd:lr=0.5", name="users")
+    before = table(torch.arange(2)).detach()
+    for lr in (table.lr, 0.25, 0):
+        table.lr = lr
+        table(torch.tensor([1])).sum().backward()
+        table.update()
+    assert torch.allclose(table(torch.arange(2)), before - torch.tensor([[0.0], [0.75]]))
+    wrong: Any
+    for wrong, error in ((-1.0, "lr must be a number of at least 0"), (torch.tensor(1.0), "lr must be a number, not")):
+        with pytest.raises(UsageError, match=f"table 'users': {error}"):
+            table.lr = wrong
+    with pytest.raises(UsageError, match="keeps of a row is of its own lr"):
+        ShardedEmbedding(NUM_ROWS, DIM, optimizer="ftrl").lr = 0.2
+
+
 def test_a_scaled_loss_is_refused() -> None:
     table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd", name="users")
     with torch.autocast("cpu", torch.float16), pytest.raises(UsageError, match=r"table 'users'.*use bfloat16"):

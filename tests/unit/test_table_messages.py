@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.messages import Kind, Message, WireError
+from paceline.server.shard import Applied
 from paceline.server.tables.hashing import owners
 from tests.unit.one_table import DIM, NUM_ROWS, Net, gradients_of, spec_of
 
@@ -32,6 +33,14 @@ def test_an_update_is_the_weighted_mean_of_all_workers(
     for weight, (own, values) in zip(weights, found, strict=True):
         expected[own] -= weight / sum(weights) * values
     torch.testing.assert_close(net.read(range(NUM_ROWS), worker=2), expected)
+
+
+def test_one_update_has_one_learning_rate() -> None:
+    net = Net(spec_of("sgd:lr=1"), num_servers=1, num_workers=2)
+    for worker, lr in ((0, 0.5), (1, None)):
+        net.ask(worker, net.clients[worker].push([gradients_of([3], worker)], weight=1.0, lrs=[lr]))
+    with pytest.raises(WireError, match=r"table 'users' learning rates from 0\.5 to 1 for one update"):
+        net.servers[0].update([Applied(1, 0, 0, 0), Applied(1, 1, 0, 0)])
 
 
 def test_a_push_that_was_for_no_update_counts_nowhere() -> None:
@@ -70,6 +79,9 @@ def request(kind: Kind, body: object, *tensors: Tensor) -> Message:
         (request(Kind.PUSH_ROWS, {"weight": 0, "counts": [None]}), "weight 0"),
         (request(Kind.PUSH_ROWS, {"weight": True, "counts": [None]}), "weight True"),
         (request(Kind.PUSH_ROWS, {"weight": 1, "counts": []}), "rows of 0 tables"),
+        (request(Kind.PUSH_ROWS, {"weight": 1, "counts": [None], "lrs": [-1]}), "lr must be a number of at least 0"),
+        (request(Kind.PUSH_ROWS, {"weight": 1, "counts": [None], "lrs": ["1"]}), "lr must be a number, not '1'"),
+        (request(Kind.PUSH_ROWS, {"weight": 1, "counts": [None], "lrs": []}), "PUSH_ROWS"),
         (request(Kind.PUSH_ROWS, {"weight": 1, "counts": 3}), "PUSH_ROWS"),
         (request(Kind.PUSH_ROWS, {"weight": 1, "counts": [-1]}), "-1 keys"),
         (

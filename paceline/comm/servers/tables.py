@@ -116,14 +116,18 @@ class ServedTables(TableStore):
             self._num_lost += 1
             self._sees_rows = self._num_lost < _MOST_LOST
 
-    def push(self, gradients: Sequence[RowGradients | None], *, weight: float) -> None:
+    def push(
+        self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
+    ) -> None:
         if self._keeping is not None:
-            for kept, given in zip(self._kept, gradients, strict=True):
+            for kept, given, lr in zip(self._kept, gradients, lrs or [None] * len(gradients), strict=True):
                 if given is not None:
-                    kept.update(given)
-        is_given = self._carrier.is_all_beside and self._give_with_push(self._client.parts(gradients, weight=weight))
+                    kept.update(given, lr=lr)
+        is_given = self._carrier.is_all_beside and self._give_with_push(
+            self._client.parts(gradients, weight=weight, lrs=lrs)
+        )
         if not is_given:
-            self._timed(self._client.push(gradients, weight=weight))
+            self._timed(self._client.push(gradients, weight=weight, lrs=lrs))
 
     def state(self, table: int) -> dict[str, Tensor]:
         self._ask(self._client.get_state(table))

@@ -67,17 +67,23 @@ class TableClient:
         """Ask where workers on a server's host see its rows."""
         return self._ask("where rows are", Kind.SHOW_ROWS, [({}, [])] * self._num_servers)
 
-    def push(self, gradients: Sequence[RowGradients | None], *, weight: float) -> list[Send]:
+    def push(
+        self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
+    ) -> list[Send]:
         """Give every server the gradients of its rows, for the update that the worker's next push of the model is for.
 
         Args:
             gradients: for each table; none: it was not used.
+            lrs: for each table, the learning rate; none, also as a whole: its optimizer's own.
         """
-        return self._ask("gradients of rows", Kind.PUSH_ROWS, self.parts(gradients, weight=weight))
+        return self._ask("gradients of rows", Kind.PUSH_ROWS, self.parts(gradients, weight=weight, lrs=lrs))
 
-    def parts(self, gradients: Sequence[RowGradients | None], *, weight: float) -> list[Given]:
+    def parts(
+        self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
+    ) -> list[Given]:
         """What `push` gives each server."""
-        requests: list[Given] = [({"weight": weight, "counts": []}, []) for _ in range(self._num_servers)]
+        rates = {"lrs": list(lrs)} if any(lr is not None for lr in lrs) else {}
+        requests: list[Given] = [({"weight": weight, "counts": [], **rates}, []) for _ in range(self._num_servers)]
         for each in gradients:
             if each is None:
                 for body, _ in requests:

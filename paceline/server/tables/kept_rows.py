@@ -13,6 +13,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from paceline.server.tables.row_optimizers import with_lr
 from paceline.server.tables.spec import RowGradients, TableSpec
 
 
@@ -78,14 +79,14 @@ class KeptRows:
         self._last = torch.cat([self._last[stays], last])[order]
 
     @torch.no_grad()
-    def update(self, gradients: RowGradients) -> None:
+    def update(self, gradients: RowGradients, *, lr: float | None = None) -> None:
         """The worker has pushed these. Its copies have them at once where the row and its gradient say all that the
         server's optimizer goes by; else once they are read anew."""
         if self._spec.optimizer.state or not len(self):
             return
         places, is_here = self._places(gradients.keys)
         own = self._rows[places[is_here]]
-        self._spec.optimizer.step(own, gradients.values[is_here], {}, number=1)
+        with_lr(self._spec.optimizer, lr).step(own, gradients.values[is_here], {}, number=1)
         self._rows[places[is_here]] = own
 
     def _places(self, keys: Tensor) -> tuple[Tensor, Tensor]:

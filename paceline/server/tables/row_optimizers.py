@@ -3,8 +3,8 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, final
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, cast, final
 
 from torch import Tensor
 
@@ -15,6 +15,10 @@ Width = Literal["element", "row"]
 
 class RowOptimizer(Piece, ABC):
     """A frozen description. What it keeps of a row it is given, and changes in place."""
+
+    may_change_lr: ClassVar[bool] = True
+    """Whether what it keeps means the same with another learning rate."""
+    lr: float
 
     @property
     def state(self) -> Mapping[str, tuple[Width, float]]:
@@ -30,6 +34,18 @@ class RowOptimizer(Piece, ABC):
             state: of these rows, shape (rows, dim) or (rows, 1).
             number: of the table's update, from 1, whichever rows it is of.
         """
+
+
+def with_lr(optimizer: RowOptimizer, lr: float | None) -> RowOptimizer:
+    """The same with another learning rate; none: its own. Raises ValueError if there can be none."""
+    if lr is None or lr == optimizer.lr:
+        return optimizer
+    if type(lr) not in (int, float):
+        raise ValueError(f"lr must be a number, not {lr!r}")
+    if not optimizer.may_change_lr:
+        raise ValueError(f"what {optimizer} keeps of a row is of its own lr, which stays")
+    changed: RowOptimizer = replace(cast(Any, optimizer), lr=lr)
+    return changed
 
 
 def of_text(text: str) -> RowOptimizer:
@@ -131,6 +147,7 @@ class FTRL(RowOptimizer, name="ftrl"):
     """FTRL-Proximal, an element at a time (McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013,
     algorithm 1): with `l1` above 0, elements that matter little become exactly 0."""
 
+    may_change_lr: ClassVar[bool] = False
     lr: float = 0.1
     """Alpha there."""
     beta: float = 1.0

@@ -19,6 +19,7 @@ from paceline.messages import Kind, Message, WireError, cut_for, from_frames, ra
 from paceline.row_file import RowFile
 from paceline.server.shard import Applied
 from paceline.server.state import pack, unpack
+from paceline.server.tables.row_optimizers import RowOptimizer, with_lr
 from paceline.server.tables.spec import RowGradients, TableSpec, summed
 from paceline.server.tables.storage import InFiles, InMemory, Storage, TableFiles
 from paceline.server.tables.table import Table
@@ -33,6 +34,8 @@ class _Waiting(NamedTuple):
     weight: float
     gradients: list[RowGradients | None]
     """For each table; none: the worker has not used it."""
+    optimizers: list[RowOptimizer]
+    """For each table: its own, with the learning rate that the worker says."""
 
 
 @final
@@ -96,7 +99,14 @@ class TableShards:
             if any(each.gradients[index] is not None for each in contributions):
                 nothing = RowGradients(torch.empty(0, dtype=torch.int64), table.spec.empty_rows())
                 some = [each.gradients[index] or nothing for each in contributions]
-                touched += table.update(summed(some, [each.weight for each in contributions]))
+                optimizers = {each.optimizers[index] for each in contributions if each.gradients[index] is not None}
+                if len(optimizers) > 1:
+                    rates = sorted(optimizer.lr for optimizer in optimizers)
+                    raise WireError(
+                        f"workers give table {table.spec.name!r} learning rates from {rates[0]:g} to {rates[-1]:g} for "
+                        "one update; set its lr to the same on all"
+                    )
+                touched += table.update(summed(some, [each.weight for each in contributions]), *optimizers)
         return touched
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -129,6 +139,8 @@ class TableShards:
         weight, counts = message.body["weight"], message.body["counts"]
         if type(weight) not in (int, float) or not 0 < weight < math.inf or len(counts) != len(self._tables):
             raise ValueError(f"rows of {len(counts)} tables with weight {weight!r}; there are {len(self._tables)}")
+        rates = message.body.get("lrs", [None] * len(counts))
+        optimizers = [with_lr(table.spec.optimizer, lr) for table, lr in zip(self._tables, rates, strict=True)]
         gradients = [
             None
             if count is None
@@ -140,7 +152,7 @@ class TableShards:
         for table, given in zip(self._tables, gradients, strict=True):
             if given is not None:
                 table.require(given)
-        self._waiting[message.sender] = _Waiting(weight, gradients)
+        self._waiting[message.sender] = _Waiting(weight, gradients, optimizers)
         return {}
 
     def _get(self, message: Message) -> Fields:

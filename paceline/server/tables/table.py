@@ -11,6 +11,7 @@ from paceline.errors import UsageError
 from paceline.row_file import RowFile
 from paceline.server.tables import row_files
 from paceline.server.tables.reading import first_values, rows_of
+from paceline.server.tables.row_optimizers import RowOptimizer
 from paceline.server.tables.slots import Slots
 from paceline.server.tables.spec import RowGradients, TableSpec, are_different
 from paceline.server.tables.storage import Column, InMemory, Storage
@@ -52,17 +53,22 @@ class Table:
         return {"seed": self._seed, "columns": [*self._slots.addresses, self._columns[_ROWS].address]}
 
     @torch.no_grad()
-    def update(self, gradients: RowGradients) -> int:
-        """One update, of these rows, which `require` has seen; returns how many bytes it has read and written."""
+    def update(self, gradients: RowGradients, optimizer: RowOptimizer | None = None) -> int:
+        """One update, of these rows, which `require` has seen; returns how many bytes it has read and written.
+
+        Args:
+            optimizer: the table's with another learning rate, if it is to have one.
+        """
+        optimizer = optimizer or self.spec.optimizer
         self.num_updates += 1
         pieces = zip(gradients.keys.split(self._piece), gradients.values.split(self._piece), strict=True)
-        return sum(self._update(keys, values) for keys, values in pieces)
+        return sum(self._update(keys, values, optimizer) for keys, values in pieces)
 
-    def _update(self, keys: Tensor, gradients: Tensor) -> int:
+    def _update(self, keys: Tensor, gradients: Tensor, optimizer: RowOptimizer) -> int:
         slots = self._made(keys)
         part = {name: column.values.index_select(0, slots) for name, column in self._columns.items()}
         rows = part.pop(_ROWS)
-        self.spec.optimizer.step(rows, gradients, part, number=self.num_updates)
+        optimizer.step(rows, gradients, part, number=self.num_updates)
         with self._storage.changing():
             for name, changed in {_ROWS: rows, **part}.items():
                 self._columns[name].values.numpy()[slots.numpy()] = changed.numpy()  # half of what index_copy_ takes

@@ -4,7 +4,6 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -19,22 +18,9 @@ from paceline.hooks import OwnHook
 from paceline.strategies.progress import Progress
 from paceline.strategies.replica import Replica
 from paceline.strategies.several import models_of
+from paceline.training.kept_batches import Handed, KeptBatches
 from paceline.training.sharding.contents import tensors_in
 from paceline.training.sharding.part import Part, Place
-
-
-@dataclass(frozen=True, eq=False)
-class _Handed:
-    place: Place
-    num_samples: int
-    weight: float
-    tensors: tuple[TensorWeakRef, ...]
-
-    @property
-    def memory(self) -> list[range]:
-        """Where those of its tensors lie that the script still holds."""
-        alive = [tensor for ref in self.tensors if (tensor := ref()) is not None]
-        return [range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in alive]
 
 
 class _Seen(NamedTuple):
@@ -53,7 +39,8 @@ class Handouts:
     memory with a batch, or is as long. Where nothing tells, batches were read ahead if an epoch begins so, and left out
     otherwise; that is enough as long as all have the same weight.
 
-    Batches that a script keeps are known by their memory when it trains on them again.
+    Batches that a script keeps are known by their memory when it trains on them again. Inputs are looked at only while
+    what it holds counts differently, or where it trains on after a pass.
 
     Gradients that a script sets itself, without a backward pass, are of all batches since the step before.
 
@@ -78,11 +65,13 @@ class Handouts:
         self._is_averaged, self._is_weighed = is_averaged, is_weighed
         self._has_told = False
         self._set_by_script: set[float] | None = None  # weights of batches, once several were of one step
-        self._out: deque[_Handed] = deque()
-        self._last: _Handed | None = None  # trained on last
-        self._kept: dict[int, _Handed] = {}  # trained on before that and still held, by where a tensor of it lies
+        self._out: deque[Handed] = deque()
+        self._last: Handed | None = None  # trained on last
+        self._kept = KeptBatches()  # trained on before that
+        self._are_uneven = False  # the batches that the script holds: some count more than others
+        self._weight = math.nan  # of the batch that was handed out last
         self._is_over = False  # the pass: what is trained on before the next one, the script has kept
-        self._known: _Handed | None = None  # what the model is computing on
+        self._known: Handed | None = None  # what the model is computing on
         self._gives_all: bool | None = None  # whether collation gives as many rows as there are samples
         self._lengths: dict[int, int] = {}  # how many rows it gives of so many samples
         self._num_ahead: float | None = None  # batches that this epoch's script reads ahead, once it has trained
@@ -93,7 +82,8 @@ class Handouts:
         self._looks: list[RemovableHandle] = []
         self._leaves_out = False  # batches between steps: their losses may yet go backward with that of another one
         self._backward = -1  # the backward pass that has reached what the model was seen to compute
-        self._reached: set[_Handed] = set()  # by it: the batches
+        self._reached: set[Handed] = set()  # by it: the batches
+        self._computed: set[Handed] = set()  # since the script trained: what the model was seen to compute on
         self._hooks = [when_gradient_is_ready(parameter, self._on_gradient, 0) for parameter in replica.parameters]
 
     def hand_out(self, part: Part, place: Place, *, is_elsewhere: bool) -> None:
@@ -106,7 +96,7 @@ class Handouts:
         if self._is_weighed:
             self._require_all_samples(found, part.num_samples, place)
         tensors = tuple(TensorWeakRef(tensor) for tensor in found)
-        handed = _Handed(place, part.num_samples, part.weight, tensors)
+        handed = Handed(place, part.num_samples, part.weight, tensors)
         if is_elsewhere:
             self._num_ahead = math.inf
             self._out.append(handed)
@@ -117,9 +107,10 @@ class Handouts:
         self._known = None
         if place.num_batches_done == 0:
             self._num_ahead = None
-            self._kept = {start: kept for start, kept in self._kept.items() if kept.memory}
+            self._kept.forget_dropped()
         self._is_over = False
         self._out.append(handed)
+        self._compare_weights(part.weight)
         self._weigh()
 
     def _require_all_samples(self, tensors: Sequence[Tensor], num_samples: int, place: Place) -> None:
@@ -212,8 +203,7 @@ class Handouts:
     def end_data(self) -> None:
         """The pass has no more batches."""
         self._is_over = True
-        if self._last is not None:
-            self._kept |= {memory.start: self._last for memory in self._last.memory}
+        self._keep_last()
         if self._kept:
             self._look_at_inputs()
 
@@ -277,15 +267,27 @@ class Handouts:
     def _on_gradient(self, _: int) -> None:
         self._has_gradient = self._is_computed = True
 
-    def _candidates(self) -> list[_Handed]:
+    def _candidates(self) -> list[Handed]:
         """What the script may train on next. One that reads ahead may use a batch twice before it takes the next."""
         return [*([self._last] if self._num_ahead and self._last else []), *self._out]
+
+    def _compare_weights(self, weight: float) -> None:
+        """Of what the script holds, where the newest batch's `weight` is another than the one before had."""
+        if self._are_uneven or weight != self._weight:
+            self._kept.forget_dropped()
+            last = [self._last] if self._last is not None and self._last.alive else []
+            self._are_uneven = len({handed.weight for handed in [*self._kept, *last, *self._out]}) > 1
+        self._weight = weight
+
+    def _keep_last(self) -> None:
+        if self._last is not None:
+            self._kept.add(self._last)
 
     def _weigh(self) -> None:
         candidates = self._candidates()
         if len({handed.weight for handed in candidates}) == 1:
             self._set_weight(candidates[0].weight)
-        if len(candidates) > 1 or self._leaves_out or (self._is_over and self._kept):
+        if len(candidates) > 1 or self._leaves_out or self._are_uneven or (self._is_over and self._kept):
             self._look_at_inputs()
         elif self._looks and self._num_ahead != math.inf:
             for hook in self._looks:
@@ -312,6 +314,7 @@ class Handouts:
             self._known = other
         handed = self._known or self._expected(self._out)
         if handed is not None:
+            self._computed.add(handed)
             self._set_weight(handed.weight)
 
     def _on_output(self, _: nn.Module, __: Any, output: Any) -> None:
@@ -321,43 +324,45 @@ class Handouts:
             if tensor.grad_fn is not None:  # else a parameter, which outlives the batch
                 tensor.register_hook(partial(self._on_reached, self._known))
 
-    def _on_reached(self, handed: _Handed, _: Tensor) -> None:
+    def _on_reached(self, handed: Handed, _: Tensor) -> None:
         """A backward pass begins with what the model has computed on this batch, or comes to that."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self.look_back()
-            self._backward = backward
+            self._backward, self._reached = backward, set()
         self._reached.add(handed)
         self._known = handed
         self._set_weight(handed.weight)
 
-    def _found(self, inputs: list[Tensor]) -> _Handed | None:
+    def _found(self, inputs: list[Tensor]) -> Handed | None:
         sharing = self._sharing(inputs)
         if len(sharing) == 1:
             return sharing[0]
-        as_long = _as_long(self._candidates(), inputs)
+        as_long = _as_long(self._candidates(), inputs) or (_as_long(self._kept, inputs) if not self._out else [])
         if len({handed.weight for handed in as_long}) != 1:
             return None
         return self._expected([handed for handed in as_long if handed in self._out]) or as_long[0]
 
-    def _another(self, known: _Handed, inputs: list[Tensor]) -> _Handed | None:
-        """The batch that these are of, where it is another one that waits. Noise is of none, or as long as the one."""
-        among = self._sharing(inputs) or _as_long([known, *self._out], inputs)
+    def _another(self, known: Handed, inputs: list[Tensor]) -> Handed | None:
+        """The batch that these are of, where it is another one that waits or is kept. Noise is of none, or as long as
+        the one."""
+        sharing = self._sharing(inputs)
+        among = sharing or _as_long([known, *self._out], inputs)
         if known in among or len({handed.weight for handed in among}) != 1:
             return None
-        return among[0] if among[0] in self._out else None
+        return among[0]
 
-    def _sharing(self, inputs: list[Tensor]) -> list[_Handed]:
+    def _sharing(self, inputs: list[Tensor]) -> list[Handed]:
         """The batches in whose memory these are."""
         starts = [tensor.data_ptr() for tensor in inputs]
-        kept = [self._kept[start] for start in starts if start in self._kept] if self._is_over else []
+        last = [self._last] if self._last is not None else []
         return [
             handed
-            for handed in dict.fromkeys([*self._candidates(), *kept])
+            for handed in dict.fromkeys([*last, *self._out, *self._kept.beside(inputs)])
             if any(start in memory for memory in handed.memory for start in starts)
         ]
 
-    def _expected(self, among: Sequence[_Handed]) -> _Handed | None:
+    def _expected(self, among: Sequence[Handed]) -> Handed | None:
         """What is trained on next where only the order tells."""
         if not among:
             return None
@@ -366,6 +371,7 @@ class Handouts:
     def _train(self) -> None:
         known, self._known = self._known, None
         reached, self._reached = self._reached, set()
+        computed, self._computed = self._computed, set()
         if len({handed.weight for handed in reached}) > 1:
             epoch = max(handed.place.epoch for handed in reached)
             raise UsageError(
@@ -374,19 +380,21 @@ class Handouts:
                 "differently, since the last one holds fewer samples. Call backward() for each batch, whose gradients "
                 "add up, or give the DataLoader drop_last=True or a batch size that divides the data evenly"
             )
-        if known is None and len({handed.weight for handed in self._candidates()}) > 1:
+        among = self._candidates() if known is None else () if reached else computed
+        if len({handed.weight for handed in among}) > 1:
             raise UsageError(self._dilemma())
         handed = known or self._expected(self._out)
         if handed is None or handed is self._last:  # one more pass through the same batch
             return
-        if self._last is not None:
-            self._kept |= {memory.start: self._last for memory in self._last.memory}
-        if handed in self._out:
+        self._keep_last()
+        is_first = handed in self._out
+        if is_first:
             if self._num_ahead is None:
                 self._num_ahead = len(self._out) - 1 - self._out.index(handed)
             self._out.remove(handed)
+        if is_first or self._is_over:
+            self._num_samples += handed.num_samples
         self._last = handed
-        self._num_samples += handed.num_samples
 
     def _dilemma(self) -> str:
         numbers = _numbers(self._candidates())
@@ -404,10 +412,10 @@ def _is_transformed() -> bool:
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _as_long(batches: Iterable[_Handed], inputs: list[Tensor]) -> list[_Handed]:
+def _as_long(batches: Iterable[Handed], inputs: list[Tensor]) -> list[Handed]:
     lengths = {len(tensor) for tensor in inputs if tensor.dim()}
     return [handed for handed in batches if handed.num_samples in lengths]
 
 
-def _numbers(batches: Iterable[_Handed]) -> str:
+def _numbers(batches: Iterable[Handed]) -> str:
     return ", ".join(str(number) for number in sorted(handed.place.num_batches_done + 1 for handed in batches))

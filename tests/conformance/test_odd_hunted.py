@@ -1,7 +1,7 @@
 """Scripts that a hunt has found: each does what one process does, or ends at once and says why not.
 
 A new kind of script is one new row here and one in `odd_hunted.py`, `odd_habits.py`, `odd_recipes.py`, `odd_data.py`,
-`odd_weights.py` or `odd_losses.py`.
+`odd_batches.py`, `odd_weights.py` or `odd_losses.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import paceline
 from paceline.errors import RunFailed
 from tests.conformance import (
     local_engine,
+    odd_batches,
     odd_data,
     odd_habits,
     odd_hunted,
@@ -57,6 +58,7 @@ TWO_PASSES = r"rank \d: the script goes on with a pass over the loader after it 
 FILTERS = r"rank \d, epoch 0: of 4 samples the DataLoader's collation gives \d in batch \d.*Subset"
 TOGETHER = r"(leave out a batch or a step only where all do|every rank must step alike)"
 JOINED = r"rank \d, epoch 0: a loss goes backward that .* made of batches (10, )?11, 12, .*Call backward\(\) for each"
+NOT_TOLD = r"rank \d, epoch 0: .* nothing tells which of the batches 11, 12 it trained on.*drop_last=True"
 HOOK = r"rank \d: a hook of the script on the gradient of '\d\.(weight|bias)' clips it.*between loss\.backward\(\) and"
 SUM = r"rank \d: the loss is a sum over the batch \(backward\(ones\)\).*take the mean"
 SUM_BY_HAND = r"rank \d: the loss is a sum over the batch \(sum\(\)\).*take the mean"
@@ -137,6 +139,8 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "bad ones left out": {(*JOINT, *ALONE): TOGETHER},
     "losses of several batches, with a tail": {(*JOINT, *ALONE): JOINED},
     "losses of two batches, with a tail": {(*JOINT, *ALONE): JOINED},
+    "the one before in one loss": {(*JOINT, *ALONE): JOINED},
+    "losses first, outputs of a closed class": {(*JOINT, *ALONE): NOT_TOLD},
     "stops early": {(*JOINT, *ALONE): TOGETHER},
     "back to the best": {("all-reduce",): DRIFT, SERVERS: IN_PLACE},
     "the first rank alone": {(*JOINT, *ALONE): TOGETHER},
@@ -175,6 +179,9 @@ QUICK = (
     "weighted by own losses",
     "own labelled anew",
     "kept with a tail",
+    "chunks twice",
+    "the one before again",
+    "losses first, outputs of a closed class",
     "loaders made anew",
     "state forgotten",
     "a parameter dropped",
@@ -196,7 +203,7 @@ QUICK = (
     "others' outputs in the loss",
 )
 SCRIPTS = odd_hunted.SCRIPTS | odd_habits.SCRIPTS | odd_recipes.SCRIPTS | odd_data.SCRIPTS
-SCRIPTS |= odd_weights.SCRIPTS | odd_losses.SCRIPTS
+SCRIPTS |= odd_batches.SCRIPTS | odd_weights.SCRIPTS | odd_losses.SCRIPTS
 ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 
 

@@ -20,16 +20,19 @@ def leaves_in(thing: Any) -> Iterator[Any]:
         yield thing
 
 
-def tensors_in(thing: Any) -> list[Tensor]:
-    """The dense tensors in nested lists, tuples and mappings. Lists of numbers, which may be long, hold none."""
+def tensors_in(thing: Any, *, opens: bool = True) -> list[Tensor]:
+    """The dense tensors in nested lists, tuples and mappings, and, if it `opens` them, in the attributes of things of
+    other kinds among these. Lists of numbers, which may be long, hold none."""
     if isinstance(thing, Tensor):
         return [thing] if thing.layout is torch.strided and not thing.is_nested else []
-    parts = list(thing.values()) if isinstance(thing, Mapping) else thing
-    if not isinstance(parts, list | tuple) or (
-        isinstance(parts, list) and parts and isinstance(parts[0], int | float | str)
-    ):
-        return []
-    return [tensor for part in parts for tensor in tensors_in(part)]
+    if isinstance(thing, list | tuple):
+        is_numbers = isinstance(thing, list) and thing and isinstance(thing[0], int | float | str)
+        return [] if is_numbers else [tensor for part in thing for tensor in tensors_in(part, opens=opens)]
+    if isinstance(thing, Mapping):
+        return tensors_in(tuple(thing.values()), opens=opens)
+    if opens and hasattr(thing, "__dict__") and not callable(thing):
+        return tensors_in(tuple(vars(thing).values()), opens=False)
+    return []
 
 
 def num_samples_in(item: Any) -> int:

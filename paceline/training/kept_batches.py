@@ -1,0 +1,76 @@
+"""Batches that a script has trained on and holds on to, since it may train on them again."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from paceline.training.sharding.part import Place
+
+_FEW = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """A batch that the script was given."""
+
+    place: Place
+    num_samples: int
+    weight: float
+    tensors: tuple[TensorWeakRef, ...]
+
+    @property
+    def alive(self) -> list[Tensor]:
+        """Those of its tensors that the script still holds."""
+        return [tensor for ref in self.tensors if (tensor := ref()) is not None]
+
+    @property
+    def memory(self) -> list[range]:
+        """Where these lie."""
+        return [range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in self.alive]
+
+
+@final
+class KeptBatches:
+    """By the storage that their tensors lie in. Those that the script has dropped count for nothing."""
+
+    def __init__(self) -> None:
+        self._in_storage: dict[int, dict[Handed, None]] = {}
+        self._num_added = self._num_held = 0  # since, and when, it was looked which ones the script has dropped
+
+    def add(self, handed: Handed) -> None:
+        if not handed.alive:
+            return
+        if self._num_added > self._num_held + _FEW:
+            self.forget_dropped()
+        self._num_added += 1
+        self._put(handed)
+
+    def _put(self, handed: Handed) -> None:
+        for tensor in handed.alive:
+            self._in_storage.setdefault(_storage(tensor), {})[handed] = None
+
+    def forget_dropped(self) -> None:
+        held = list(self)
+        self._in_storage.clear()
+        self._num_added, self._num_held = 0, len(held)
+        for handed in held:
+            self._put(handed)
+
+    def beside(self, tensors: Iterable[Tensor]) -> Iterator[Handed]:
+        """Those that have storage in common with these."""
+        return (handed for tensor in tensors for handed in self._in_storage.get(_storage(tensor), ()))
+
+    def __iter__(self) -> Iterator[Handed]:
+        """Those that the script holds."""
+        every = dict.fromkeys(handed for some in self._in_storage.values() for handed in some)
+        return (handed for handed in every if handed.alive)
+
+    def __bool__(self) -> bool:
+        return bool(self._in_storage)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

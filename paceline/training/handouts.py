@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -179,7 +179,7 @@ class Handouts:
         if self._set_by_script is not None or len(out) > 1:
             self._set_by_script = weights | (self._set_by_script or set())
             if len(self._set_by_script) > 1:
-                raise UsageError(self._dilemma())
+                raise UsageError(self._dilemma(self._candidates()))
         self._set_weight(weights.pop())
         self._num_samples = sum(handed.num_samples for handed in out)
         self._last = out[-1]
@@ -275,9 +275,12 @@ class Handouts:
         """Of what the script holds, where the newest batch's `weight` is another than the one before had."""
         if self._are_uneven or weight != self._weight:
             self._kept.forget_dropped()
-            last = [self._last] if self._last is not None and self._last.alive else []
-            self._are_uneven = len({handed.weight for handed in [*self._kept, *last, *self._out]}) > 1
+            self._are_uneven = len({handed.weight for handed in [*self._held(), *self._out]}) > 1
         self._weight = weight
+
+    def _held(self) -> list[Handed]:
+        """What was trained on, and the script still holds."""
+        return [*([self._last] if self._last is not None and self._last.alive else []), *self._kept]
 
     def _keep_last(self) -> None:
         if self._last is not None:
@@ -380,9 +383,9 @@ class Handouts:
                 "differently, since the last one holds fewer samples. Call backward() for each batch, whose gradients "
                 "add up, or give the DataLoader drop_last=True or a batch size that divides the data evenly"
             )
-        among = self._candidates() if known is None else () if reached else computed
+        among = self._unknown() if known is None else reached or computed
         if len({handed.weight for handed in among}) > 1:
-            raise UsageError(self._dilemma())
+            raise UsageError(self._dilemma(among))
         handed = known or self._expected(self._out)
         if handed is None or handed is self._last:  # one more pass through the same batch
             return
@@ -396,11 +399,17 @@ class Handouts:
             self._num_samples += handed.num_samples
         self._last = handed
 
-    def _dilemma(self) -> str:
-        numbers = _numbers(self._candidates())
+    def _unknown(self) -> Collection[Handed]:
+        """What the script may have trained on where nothing tells: again on what it holds, if no other one is out."""
+        if self._out or not self._are_uneven:
+            return self._candidates()
+        return self._held()
+
+    def _dilemma(self, among: Collection[Handed]) -> str:
+        numbers, epoch = _numbers(among), max(handed.place.epoch for handed in among)
         return (
-            f"rank {self._rank}, epoch {self._out[-1].place.epoch}: the script asked for a batch before it had trained "
-            f"on the one before, and nothing tells which of the batches {numbers} it trained on; they count "
+            f"rank {self._rank}, epoch {epoch}: the script asked for a batch before it had trained on the one before, "
+            f"or has kept some, and nothing tells which of the batches {numbers} it trained on; they count "
             "differently, since the last one holds fewer samples. Ask for a batch when the one before is done "
             "(DataLoader(num_workers=...) reads ahead by itself), or give the DataLoader drop_last=True or a "
             "batch size that divides the data evenly"

@@ -14,7 +14,7 @@ import paceline
 from paceline.errors import RunFailed, UsageError
 from paceline.running.result import Result
 from paceline.training import agreement, checkpoints
-from tests.conformance import virtual_engine
+from tests.conformance import local_engine, virtual_engine
 from tests.conformance.scripts import launched, loader_of, momentum, perceptron, plain_step, samples
 
 EVERY_STRATEGY = ("all-reduce", "ps-bsp", "ps-ssp", "ps-asp")
@@ -34,9 +34,18 @@ def train(worker: Any, *, num_epochs: int = 20, changed_at: int | None = None, f
     return model
 
 
-def run(out: Path, *, strategy: str = "all-reduce", workers: int = 2, settings: Any = None, **changes: Any) -> Result:
+def run(
+    out: Path,
+    *,
+    engine: Any = virtual_engine,
+    strategy: str = "all-reduce",
+    workers: int = 2,
+    settings: Any = None,
+    **changes: Any,
+) -> Result:
     script = partial(launched, partial(train, **changes))
-    return virtual_engine.run(script, strategy=strategy, workers=workers, out=out, **(settings or {}))
+    result: Result = engine.run(script, strategy=strategy, workers=workers, out=out, **(settings or {}))
+    return result
 
 
 @pytest.mark.parametrize("strategy", [*EVERY_STRATEGY, "single"])
@@ -78,13 +87,21 @@ def test_strict_runs_compare_after_every_step(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
-@pytest.mark.parametrize(("strict", "found_after"), [(True, 40), (False, 63)])
-def test_drift_is_named(strategy: str, strict: bool, found_after: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "strict", "found_after"),
+    [
+        (virtual_engine, True, 40),
+        (virtual_engine, False, 63),
+        pytest.param(local_engine, True, 40, marks=pytest.mark.slow),
+    ],
+)
+def test_drift_is_named(engine: Any, strategy: str, strict: bool, found_after: int, tmp_path: Path) -> None:
     with pytest.raises(
         RunFailed, match=rf"after step {found_after} parameter '3.weight' .* on rank 1 it is up to 0\.\d+"
     ):
         run(
             tmp_path,
+            engine=engine,
             strategy=strategy,
             changed_at=40 if strategy == "all-reduce" or strict else 63,
             settings={"strict": strict},

@@ -396,6 +396,13 @@ def test_backward_passes_too_many_are_refused(engine: str, workers: int, at: int
     assert time.monotonic() - began_s < DEADLINE_S / 2
 
 
+@pytest.mark.parametrize("strategy", ["ps-bsp", "ps-ssp", "ps-asp", "gossip", "ad-psgd", "local-sgd"])
+def test_backward_passes_too_many_are_each_workers_own_where_gradients_are(strategy: str, tmp_path: Path) -> None:
+    script = partial(launched, partial(loops.too_many, at=5))
+    result = virtual_engine.run(script, strategy=strategy, workers=2, out=tmp_path)
+    assert [sum(step.worker == rank for step in result.steps) for rank in (0, 1)] == [12, 12]
+
+
 def test_a_backward_pass_too_many_in_half_precision_is_refused(tmp_path: Path) -> None:
     script = partial(launched, partial(loops.too_many, at=5, dtype=torch.bfloat16))
     with pytest.raises(RunFailed, match=OUT_OF_TURN.format("")):

@@ -371,6 +371,14 @@ def test_odd_scripts_under_synchronous_strategies(engine: str, strategy: str, od
     assert samples_in(result) == odd.samples
 
 
+@pytest.mark.parametrize("strategy", ["ps-asp", "ps-ssp"])
+@pytest.mark.parametrize("name", ["batch norm of one sample", "another batch size on rank 1", "less data on rank 1"])
+def test_data_are_refused_under_asynchronous_strategies(name: str, strategy: str, tmp_path: Path) -> None:
+    odd = next(odd for odd in ODD if odd.name == name)
+    with pytest.raises(RunFailed, match=odd.refusal):
+        virtual_engine.run(partial(launched, odd.script), strategy=strategy, workers=NUM_WORKERS, out=tmp_path)
+
+
 @pytest.mark.parametrize("odd", [odd for odd in ODD if odd.samples and not odd.only_on], ids=lambda odd: odd.name)
 def test_odd_scripts_under_an_asynchronous_strategy(odd: Odd, tmp_path: Path) -> None:
     result = virtual_engine.run(partial(launched, odd.script), strategy="ps-asp", workers=NUM_WORKERS, out=tmp_path)

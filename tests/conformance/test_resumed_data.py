@@ -119,3 +119,31 @@ def test_other_data_than_the_checkpoints_is_refused(loader: Any, message: str, t
     run(partial(launched, partial(train, loader=other)), out=tmp_path / "begun", max_steps=5)
     with pytest.raises(RunFailed, match=message + ".*resume with the same data set, batch size and order"):
         run(partial(launched, partial(train, loader=loader)), out=tmp_path / "resumed", resume=tmp_path / "begun")
+
+
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "ps-bsp": {},
+    "ps-ssp": {},
+    "ps-asp": {},
+    "gossip": {},
+    "ad-psgd": {},
+    "local-sgd": {"every": 3},
+    "async-diloco": {},
+    "fed-avg": {"clients": 2, "fraction": 1.0, "optimizer": "kept"},
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "strategy"),
+    [
+        *((virtual_engine, strategy) for strategy in ELSEWHERE),
+        pytest.param(local_engine, "all-reduce", marks=pytest.mark.slow),
+        pytest.param(local_engine, "ps-bsp", marks=pytest.mark.slow),
+    ],
+)
+def test_another_batch_size_is_refused_under_every_strategy(engine: ModuleType, strategy: str, tmp_path: Path) -> None:
+    run = partial(engine.run, strategy=strategy, workers=NUM_WORKERS, options=ELSEWHERE.get(strategy))
+    run(partial(launched, partial(train, loader=other)), out=tmp_path / "begun", max_steps=2)
+    script = partial(launched, partial(train, loader=partial(other, batch_size=8)))
+    with pytest.raises(RunFailed, match="has batch size 4, this one has batch size 8; resume with the same data set"):
+        run(script, out=tmp_path / "resumed", resume=tmp_path / "begun")

@@ -223,11 +223,17 @@ def step_unprepared(worker: Any) -> None:
         other.step()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
+@pytest.mark.parametrize(
+    ("engine", "strategy"),
+    [
+        *((engine, strategy) for engine in ENGINES for strategy in ("all-reduce", "ps-asp")),
+        *(("virtual", strategy) for strategy in ("ps-bsp", "ps-ssp", "gossip", "ad-psgd", "local-sgd", "fed-avg")),
+    ],
+)
 def test_optimizer_that_was_not_prepared(engine: str, strategy: str, tmp_path: Path) -> None:
+    options = {**TWO_CLIENTS, "optimizer": "kept"} if strategy == "fed-avg" else {}
     with pytest.raises(RunFailed, match=r"Adam steps the parameter '1\.weight' .* was not prepared itself"):
-        run(engine, step_unprepared, tmp_path, strategy)
+        run(engine, step_unprepared, tmp_path, strategy, options=options)
 
 
 def train_gan_halfway(worker: Any) -> None:
@@ -244,12 +250,19 @@ def train_gan_halfway(worker: Any) -> None:
             updater.step()
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "ps-asp", "gossip", "local-sgd", "fed-avg"])
-def test_model_that_was_not_prepared(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "strategy"),
+    [
+        *(("virtual", strategy) for strategy in ("all-reduce", "ps-bsp", "ps-asp", "gossip", "local-sgd", "fed-avg")),
+        pytest.param("local", "all-reduce", marks=pytest.mark.slow),
+        pytest.param("local", "ps-asp", marks=pytest.mark.slow),
+    ],
+)
+def test_model_that_was_not_prepared(engine: str, strategy: str, tmp_path: Path) -> None:
     options = {**TWO_CLIENTS, "optimizer": "kept"} if strategy == "fed-avg" else {}
     says = r"rank \d: Adam was not prepared and trains, batch after batch, .* shape \[1, 6\].*give prepare every model"
     with pytest.raises(RunFailed, match=says):
-        run("virtual", train_gan_halfway, tmp_path, strategy, options=options)
+        run(engine, train_gan_halfway, tmp_path, strategy, options=options)
 
 
 class Slow(torch.optim.Optimizer):

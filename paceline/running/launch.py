@@ -146,7 +146,7 @@ def run(
     virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
     survives = _elastic(elastic, global_batch, replace, default="keep" if plan.traits.lock_step else "grow")
     if survives is not None:
-        _require_survivable(plan, survives, engine=engine, workers=workers, attack=attack)
+        _require_survivable(plan, survives, workers=workers, attack=attack)
     config = RunConfig(
         max_steps=max_steps,
         max_time_s=max_time_s,
@@ -195,8 +195,9 @@ def run(
     continued = found if is_continued else None
     watched = nullcontext(watcher) if watcher is not None else _watched(f"{name_of(plan)} x {workers}", config, engine)
     try:
+        at_start = None if checkpoint is None else checkpoint.data.get(AT_START, len(checkpoint.workers))
         if virtual is not None:
-            job = VirtualJob(task, plan, workers, virtual, config, raw)
+            job = VirtualJob(task, plan, workers, virtual, config, raw, at_start)
             try:
                 with watched as watcher:
                     _warn(watcher, found)
@@ -210,7 +211,6 @@ def run(
             _go_back(continued)
             is_elsewhere = chosen_address(address) is not None or striking.VARIABLE in os.environ
             environment = own_environment() if is_elsewhere else {}
-            at_start = None if checkpoint is None else checkpoint.data.get(AT_START, len(checkpoint.workers))
             real = Job(task, plan, workers, config, raw, environment, at_start, launcher_lost)
             Supervisor(real, directory, watcher).run()
     except Interrupted:
@@ -290,7 +290,6 @@ def _require_survivable(
     plan: Strategy,
     elastic: Elastic,
     *,
-    engine: str,
     workers: int,
     attack: str | Sequence[str],
 ) -> None:
@@ -307,8 +306,6 @@ def _require_survivable(
             f"--global-batch keep: under {name_of(plan)} a round has as many local steps of each worker, whoever is "
             "there; use --global-batch grow"
         )
-    if engine != "ray":
-        raise UsageError("--elastic has no effect with --engine virtual, whose workers do not die; use --engine ray")
     if attack:
         raise UsageError("--attack and --elastic do not go together: hostile workers are known by their number")
 

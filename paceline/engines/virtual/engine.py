@@ -1,7 +1,6 @@
 """One run on a virtual cluster, from start to end."""
 
 import contextlib
-import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,15 +12,19 @@ from paceline.engines.directory_reporter import DirectoryReporter
 from paceline.engines.scripting import Outcome, outcome_of, run_program
 from paceline.engines.standing import Progress, Watcher
 from paceline.engines.virtual.computing.backward import BackwardEnds
-from paceline.engines.virtual.computing.durations import failure_s
 from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.isolation import interpreter
 from paceline.engines.virtual.isolation.surroundings import Surroundings
 from paceline.engines.virtual.job import VirtualJob
-from paceline.engines.virtual.process import Scheduler
+from paceline.engines.virtual.process import Process, Scheduler
+from paceline.engines.virtual.survival.fleet import Fleet
+from paceline.engines.virtual.survival.ledger import Ledger
+from paceline.engines.virtual.survival.lives import Lives
+from paceline.engines.virtual.survival.roll import Roll
 from paceline.engines.virtual.worlds import Worlds
 from paceline.engines.world import World, enter_here
 from paceline.errors import Aborted, CallMismatch, RunFailed, UsageError
+from paceline.membership import Membership
 from paceline.records import Record
 
 _ENDING = "the run is ending because another member failed"
@@ -47,7 +50,34 @@ class VirtualRun:
         self._surroundings = Surroundings(self._scheduler, backward, watcher.on_output)
         self._outcomes: dict[int, Outcome] = {}
         self._dead: set[str] = set()
+        self._lost: set[int] = set()  # ranks without whom others go on
         self._is_ending = False
+        self._present: dict[int, World] = {}
+        self._ledger = Ledger()
+        self._fleet = self._roll = None
+        if job.config.elastic is not None:
+            self._roll = Roll(
+                job.config.elastic,
+                self._timeline,
+                self._ledger,
+                membership=Membership.first(job.num_workers),
+                reform_s=job.cluster.recovery.reform_s,
+                meet=lambda membership: self._worlds.meet(membership.ranks),
+                epoch_of=lambda rank: self._present[rank].epoch(),
+                event=self._reporter.event,
+            )
+            self._fleet = Fleet(
+                job.cluster,
+                job.config.elastic,
+                self._timeline,
+                self._roll,
+                self._ledger,
+                host_of=self._worlds.host_of,
+                spawn=self._spawn,
+                kill=self._kill,
+                event=self._reporter.event,
+                say=self._say,
+            )
 
     def run(self) -> None:
         """Return when every worker has ended well.
@@ -63,6 +93,7 @@ class VirtualRun:
                     self._start()
                     self._simulate()
                     self._end()
+                self._tell_goodput()
                 self._reporter.event("interrupted" if self._reporter.stop_requested() else "ended")
             except (RunFailed, UsageError) as failure:
                 self._reporter.event("failed", error=str(failure))
@@ -74,11 +105,22 @@ class VirtualRun:
         places = self._worlds.places
         self._reporter.event("started", workers=self._names_of(places.workers), servers=self._names_of(places.servers))
         for rank in range(self._job.num_workers):
-            self._scheduler.spawn(f"worker-{rank}", partial(self._work, rank))
-        for host in sorted({*places.workers, *places.servers}):
-            time_s = failure_s(self._job.cluster.compute, seed=self._job.config.seed, host=host)
-            if time_s < math.inf:
-                self._timeline.at(time_s, self._lose, host)
+            self._spawn(rank)
+        cluster, fleet = self._job.cluster, self._fleet
+        lives = Lives(
+            cluster,
+            self._timeline,
+            seed=self._job.config.seed,
+            on_notice=fleet.notice if fleet is not None else lambda host, notice_s: None,
+            on_gone=self._lose,
+            on_back=lambda host: fleet.replace() if fleet is not None else None,
+        )
+        if fleet is not None:
+            fleet.lives = lives
+        lives.begin(range(cluster.num_hosts) if fleet is not None else sorted({*places.workers, *places.servers}))
+
+    def _spawn(self, rank: int) -> None:
+        self._scheduler.spawn(f"worker-{rank}", partial(self._work, rank))
 
     def _simulate(self) -> None:
         try:
@@ -110,7 +152,10 @@ class VirtualRun:
         """Run a worker's program in a world of its own, and note how that ended."""
         world: World | None = None
         try:
-            world = self._worlds.of(rank, self._scheduler.processes[rank], before_step=self._require_going)
+            process = self._process_of(rank)
+            before_step = partial(self._require_going, process)
+            world = self._worlds.of(rank, process, before_step=before_step, roll=self._roll)
+            self._present[rank] = world
             enter_here(world)
             run_program(self._job.program)
             for finish in world.at_end:
@@ -122,30 +167,64 @@ class VirtualRun:
             if world is not None:
                 world.release()
             enter_here(None)
+        if rank in self._lost:
+            return
         self._outcomes[rank] = outcome
         self._is_ending = self._is_ending or outcome.error is not None
+        if self._fleet is not None:
+            self._timeline.at(self._timeline.now_s, self._fleet.end, rank)
 
-    def _require_going(self) -> None:
-        """Nobody begins another step once a worker has failed."""
+    def _require_going(self, process: Process) -> None:
+        """Nobody begins another step once a worker has failed. Where workers die, none is ahead of the others by more
+        than a step."""
         if self._is_ending:
             raise Aborted(_ENDING)
+        if self._fleet is not None:
+            process.settle()
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
     def _lose(self, host: int) -> None:
-        """A host fails: its workers and servers die, and the run ends."""
+        """A host is gone, and its workers and servers are dead: the others go on, or the run ends."""
+        if self._fleet is not None and self._reporter.progress.phase == "training":
+            self._fleet.go(host)
+            return
         places = self._worlds.places
         names = [f"worker-{rank}" for rank, where in enumerate(places.workers) if where == host]
         names += [f"server-{index}" for index, where in enumerate(places.servers) if where == host]
+        if not names:
+            return
         self._dead |= set(names)
         self._is_ending = True
         self._reporter.event("lost", host=self._host_names[host], members=names, virtual_time_s=self._timeline.now_s)
         self._scheduler.abort(Aborted(f"{self._host_names[host]} failed"))
 
+    def _kill(self, rank: int) -> bool:
+        """End a worker's process, without whom others go on; false where it was over, or has not begun."""
+        self._lost.add(rank)
+        started = [process for process in self._scheduler.processes if process.name == f"worker-{rank}"]
+        for process in started:
+            if process.is_over:
+                return False
+            self._scheduler.end(process, Aborted("its host is gone"))
+        return True
+
+    def _process_of(self, rank: int) -> Process:
+        return next(process for process in self._scheduler.processes if process.name == f"worker-{rank}")
+
+    def _tell_goodput(self) -> None:
+        if self._fleet is not None:
+            self._ledger.close(self._timeline.now_s)
+            self._reporter.event("goodput", virtual_time_s=self._timeline.now_s, **self._ledger.details())
+
+    def _say(self, line: str) -> None:
+        with self._surroundings.not_heard():
+            self._watcher.on_output("run", line)
+
     def _statements(self) -> list[Statement]:
         members = []
-        for rank, process in enumerate(self._scheduler.processes):
-            outcome = self._outcomes.get(rank)
+        for process in self._scheduler.processes:
+            outcome = self._outcomes.get(int(process.name.partition("-")[2]))
             num_steps = outcome.num_steps if outcome is not None else 0
             members.append(Statement(process.name, None, num_steps, outcome, is_dead=process.name in self._dead))
         for server in self._worlds.servers:

@@ -13,6 +13,7 @@ from typing import Any
 from paceline.attacks import parse
 from paceline.cluster.placement import place
 from paceline.config import DEFAULT_EVAL_EVERY, RunConfig, Target, in_order
+from paceline.elastic import Elastic
 from paceline.engines.ray.nodes import chosen_address
 from paceline.engines.scripting import Script, read_script
 from paceline.errors import UsageError
@@ -101,6 +102,10 @@ class StudySpec:
     engine: str = "ray"
     cluster: VirtualCluster | None = None
     """What the virtual engine simulates."""
+    elastic: str | None = None
+    """`MIN:MAX`: workers may die and come, under strategies that can go on without some; the others run without."""
+    replace: int | None = None
+    """Of elastic runs: so many times a new worker starts in the place of one that is gone."""
     deadline_s: float = RunConfig.deadline_s
     """How long any wait for a peer may take."""
     address: str | None = None
@@ -123,6 +128,7 @@ class StudySpec:
             object.__setattr__(self, "eval_every", str(Interval.parse(self.eval_every)))
         for seed in self.seeds:
             self.config(seed)
+        launch.elastic_of(self.elastic, None, self.replace, default="keep")
         if self.tune and TUNING_SEED in self.seeds:
             raise UsageError(f"seed {TUNING_SEED} is the one that options are tuned with; judge others")
         _ = self.settings
@@ -249,6 +255,8 @@ class StudySpec:
             for workers in self.workers:
                 try:
                     variant.strategy.check(num_workers=workers)
+                    if self.elastic is not None and variant.strategy.traits.repeats_steps:
+                        Elastic.parse(self.elastic).require(num_workers=workers)
                     require_attackable(parse(self.attacks), variant.strategy.traits, num_workers=workers)
                     if self.cluster is not None:
                         num_servers = variant.strategy.traits.num_servers
@@ -291,6 +299,8 @@ class StudySpec:
             "--deadline": None if self.deadline_s == RunConfig.deadline_s else f"{self.deadline_s:g}",
             "--engine": None if self.engine == "ray" else self.engine,
             "--cluster": self.cluster.source if self.cluster is not None else None,
+            "--elastic": self.elastic,
+            "--replace": self.replace,
             "--address": self.address,
             "--out": out,
         }

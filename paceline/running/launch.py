@@ -144,7 +144,7 @@ def run(
     plan.check(num_workers=workers)
     check_engine(engine, cluster=cluster, address=address)
     virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
-    survives = _elastic(elastic, global_batch, replace, default="keep" if plan.traits.lock_step else "grow")
+    survives = elastic_of(elastic, global_batch, replace, default="keep" if plan.traits.lock_step else "grow")
     if survives is not None:
         _require_survivable(plan, survives, workers=workers, attack=attack)
     config = RunConfig(
@@ -267,9 +267,10 @@ def check_engine(engine: str, *, cluster: object | None, address: str | None) ->
         raise UsageError(f"--engine virtual needs --cluster: a TOML file, or one of {known}")
 
 
-def _elastic(
+def elastic_of(
     elastic: str | Elastic | None, global_batch: GlobalBatch | None, replace: int | None, *, default: GlobalBatch
 ) -> Elastic | None:
+    """What an elastic run is asked for. Raises UsageError for values out of range, and for those without effect."""
     if elastic is None:
         if global_batch is not None:
             raise UsageError("--global-batch has no effect without --elastic, since workers stay as many as they are")

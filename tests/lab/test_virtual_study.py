@@ -15,7 +15,7 @@ from rich.console import Console
 
 from paceline import Result, Study
 from paceline.errors import UsageError
-from paceline.lab import report_page, runner
+from paceline.lab import losses, report_page, runner
 from paceline.strategies import STRATEGIES, Entry
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Context, Replica, Strategy, Synchronizer, option
@@ -191,3 +191,26 @@ def test_a_strategy_that_a_user_registered_is_compared_and_reported(
     assert "Iterations (rounds)" in page
     first = Result(runner.directory_of(study.directory, study.spec.trials[-1]))
     assert (first.manifest["strategy"]["name"], first.unit) == ("mine", "round")
+
+
+def test_a_report_says_what_failures_took_of_each_strategy(run: Callable[..., Study], tmp_path: Path) -> None:
+    """Those that can go on without some workers do; the one that cannot ends, and is told."""
+    failing = CLUSTER.replace(
+        "[compute]", "back_after_s = 100.0\nprice_per_hour = 36.0\n[compute]\nfailures_per_hour = 10.0"
+    )
+    (tmp_path / "slow.toml").write_text(failing)
+    study = run(strategies=["all-reduce", "ps-asp"], workers=[3], elastic="1:4", replace=20, seeds=1, eval_every=None)
+    assert list(study.frames.trials["status"]) == ["finished", "failed"]
+    found = losses.of_trials(study.directory, study.frames)
+    (goodput,) = found.values()
+    parts = goodput.regrouping + goodput.steps + goodput.starting
+    assert 0 < parts < 1
+    assert goodput.goodput == pytest.approx(1 - parts)
+    (row,) = losses.table(study.frames, found)["rows"]
+    assert row[:3] == ["all-reduce", "3", f"{round(goodput.goodput * 100)} %"]
+    page = report_page.render([report_page.page_of(study)])
+    assert "What failures took" in page
+    assert "1:4 workers, and 20 workers in the place of others" in page
+    assert "--elastic 1:4 --replace 20" in page
+    with pytest.raises(UsageError, match="--replace has no effect without --elastic"):
+        run(replace=2, out=tmp_path / "other")

@@ -46,6 +46,9 @@ def compare(
     cluster: common_options.SimulatedCluster = None,
     elastic: common_options.Elastic = None,
     replace: common_options.Replace = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Iterations; simulated runs begin anew from there after a failure.")
+    ] = None,
     max_steps: Annotated[int | None, typer.Option(help="End each run after so many iterations.")] = None,
     max_time: Annotated[float | None, typer.Option(help="End each run after so many seconds of training.")] = None,
     eval_every: common_options.EvalEveryAlike = None,
@@ -122,6 +125,7 @@ def spec_of(given: Mapping[str, Any]) -> StudySpec:
         cluster=given["cluster"],
         elastic=given["elastic"],
         replace=given["replace"],
+        checkpoint_every=given["checkpoint_every"],
         address=given["address"],
         insecure=given["insecure"],
     )

@@ -86,7 +86,7 @@ def plan(
     took_s = time.perf_counter() - began_s
     console = Console(soft_wrap=True)
     console.print(table(found))
-    if failing.has_failures(described):
+    if described.can_fail:
         console.print(failures_table(found))
     for number, line in enumerate(wording.answer(found)):
         console.print(line, style="bold" if number == 0 else None, markup=False, highlight=False)

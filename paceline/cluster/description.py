@@ -281,6 +281,11 @@ class Cluster:
         """Workers that it has room for."""
         return sum(hosts.count * hosts.slots for hosts in self.hosts)
 
+    @property
+    def can_fail(self) -> bool:
+        """Whether hosts fail, or are taken away."""
+        return self.compute.failures_per_hour > 0 or any(hosts.preemptions_per_hour for hosts in self.hosts)
+
     def each_host(self) -> list[Hosts]:
         return [hosts for hosts in self.hosts for _ in range(hosts.count)]
 

@@ -283,6 +283,7 @@ def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watc
         attack=spec.attacks,
         elastic=spec.elastic if is_elastic else None,
         replace=spec.replace if is_elastic else None,
+        checkpoint_every=spec.checkpoint_every,
         out=directory,
         watcher=watcher,
     )

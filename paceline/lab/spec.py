@@ -106,6 +106,8 @@ class StudySpec:
     """`MIN:MAX`: workers may die and come, under strategies that can go on without some; the others run without."""
     replace: int | None = None
     """Of elastic runs: so many times a new worker starts in the place of one that is gone."""
+    checkpoint_every: int | None = None
+    """Iterations; simulated runs that a failure has ended begin anew from there."""
     deadline_s: float = RunConfig.deadline_s
     """How long any wait for a peer may take."""
     address: str | None = None
@@ -196,6 +198,7 @@ class StudySpec:
         return RunConfig(
             max_steps=self.max_steps,
             max_time_s=self.max_time_s,
+            checkpoint_every=self.checkpoint_every,
             eval_every=Interval.parse(self.eval_every) if self.eval_every is not None else None,
             target=None if self.target is None else Target.parse(self.target),
             hold=self.hold,
@@ -301,6 +304,7 @@ class StudySpec:
             "--cluster": self.cluster.source if self.cluster is not None else None,
             "--elastic": self.elastic,
             "--replace": self.replace,
+            "--checkpoint-every": self.checkpoint_every,
             "--address": self.address,
             "--out": out,
         }

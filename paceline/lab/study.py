@@ -82,6 +82,7 @@ class Study:
         insecure: bool = False,
         elastic: str | None = None,
         replace: int | None = None,
+        checkpoint_every: int | None = None,
         arguments: Sequence[str] = (),
         retry_failed: bool = False,
         watcher: StudyWatcher | None = None,
@@ -106,6 +107,7 @@ class Study:
             engine: `ray`, or `virtual`: on a simulated cluster.
             cluster: of the virtual engine: a TOML file, or the name of one that comes with Paceline.
             elastic, replace: as for `paceline.run`, of strategies that can go on without some workers.
+            checkpoint_every: iterations between checkpoints, from which simulated runs begin anew after a failure.
             retry_failed: run those trials again that failed.
             watcher: is told of trials; none: on a terminal and in a notebook a line of progress, and one for each
                 trial that has ended; elsewhere what scripts print alone.
@@ -138,6 +140,7 @@ class Study:
             insecure=insecure,
             elastic=elastic,
             replace=replace,
+            checkpoint_every=checkpoint_every,
         )
         return cls.conduct(spec, Path(out), watcher=watcher, retry_failed=retry_failed)
 

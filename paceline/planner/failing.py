@@ -142,10 +142,6 @@ class _Used:
         return start_s if self.spares > self.all_per_s * min(back_s, work_s) else start_s + back_s
 
 
-def has_failures(cluster: Cluster) -> bool:
-    return cluster.compute.failures_per_hour > 0 or any(hosts.preemptions_per_hour for hosts in cluster.hosts)
-
-
 def on_demand(cluster: Cluster) -> Cluster:
     """The same hosts, which nobody takes away, at their full price."""
     kinds = (replace(kind, preemptions_per_hour=0.0, notice_s=0.0, spot_price_per_hour=None) for kind in cluster.hosts)

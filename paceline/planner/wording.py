@@ -76,7 +76,7 @@ def _best(plan: Plan) -> list[str]:
 
 def _failures(plan: Plan) -> list[str]:
     """What gets there first where hosts fail, what failures cost it, and how often the best is to be saved."""
-    if not failing.has_failures(plan.cluster):
+    if not plan.cluster.can_fail:
         return []
     survey = failing.Survey(plan)
     first = survey.first

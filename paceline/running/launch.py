@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,11 +26,10 @@ from paceline.engines.ray.nodes import chosen_address, connected
 from paceline.engines.ray.supervisor import Supervisor
 from paceline.engines.scripting import Program, Script, read_script
 from paceline.engines.standing import LauncherLost, Watcher
-from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.job import VirtualJob
 from paceline.errors import UsageError, unknown
 from paceline.interval import Interval
-from paceline.running import machine_load, manifest, resuming, watching
+from paceline.running import machine_load, manifest, resuming, simulating, watching
 from paceline.running.checks import check_metric
 from paceline.running.result import Result
 from paceline.strategies import build, name_of
@@ -201,7 +201,8 @@ def run(
             try:
                 with watched as watcher:
                     _warn(watcher, found)
-                    _simulate(job, directory, watcher, described, continued)
+                    begin = partial(_begin, directory, described, continued)
+                    simulating.simulate(job, directory, watcher, begin=begin)
             finally:
                 gc.collect()  # models lie in reference cycles, which Python keeps: it counts objects, not bytes
             return Result(directory)
@@ -220,13 +221,9 @@ def run(
     return Result(directory)
 
 
-def _simulate(
-    job: VirtualJob, directory: Path, watcher: Watcher, described: dict[str, Any], continued: resuming.Found | None
-) -> None:
-    simulation = VirtualRun(job, directory, watcher)
+def _begin(directory: Path, described: dict[str, Any], continued: resuming.Found | None) -> None:
     _write_manifest(directory, described)
     _go_back(continued)
-    simulation.run()
 
 
 def _warn(watcher: Watcher, found: resuming.Found | None) -> None:

@@ -20,6 +20,7 @@ from paceline.cluster.description import Cluster, Compute, Hosts, Recovery
 from paceline.elastic import Elastic
 from paceline.errors import RunFailed
 from paceline.records import StepRecord, read_records
+from paceline.running import simulating
 from paceline.running.result import Result
 
 EPOCHS, SAMPLES, WORKERS = 3, 96, 4
@@ -29,13 +30,22 @@ CLUSTER = Cluster(
     recovery=Recovery(reform_s=0.25, start_s=2.0),
 )
 FAILING = replace(CLUSTER, compute=replace(CLUSTER.compute, failures_per_hour=100.0))
+OFTEN = replace(CLUSTER, compute=replace(CLUSTER.compute, failures_per_hour=200.0))
 SPOT = replace(
     CLUSTER,
     hosts=(replace(CLUSTER.hosts[0], preemptions_per_hour=120.0, notice_s=10.0, spot_price_per_hour=1800.0),),
 )
 
 
-def train(out: Path, *, strategy: str = "all-reduce", cluster: Cluster = CLUSTER, **elastic: Any) -> Result:
+def train(
+    out: Path,
+    *,
+    strategy: str = "all-reduce",
+    cluster: Cluster = CLUSTER,
+    checkpoint_every: int | None = None,
+    **elastic: Any,
+) -> Result:
+    """An elastic run, or, with `checkpoint_every`, one that begins anew from checkpoints."""
     log: Counter[tuple[int, int]] = Counter()
 
     def script() -> None:
@@ -65,11 +75,12 @@ def train(out: Path, *, strategy: str = "all-reduce", cluster: Cluster = CLUSTER
         workers=WORKERS,
         engine="virtual",
         cluster=cluster,
-        elastic=Elastic(**settings),
+        checkpoint_every=checkpoint_every,
+        elastic=None if checkpoint_every else Elastic(**settings),
         out=out,
     )
     assert result.evaluations[-1].samples == EPOCHS * SAMPLES
-    if strategy == "all-reduce":  # a round's samples count at its end
+    if strategy == "all-reduce" and not checkpoint_every:  # a round's samples count at its end
         assert log == Counter({(epoch, index): 1 for epoch in range(EPOCHS) for index in range(SAMPLES)})
     return result
 
@@ -139,3 +150,29 @@ def test_a_run_of_too_few_workers_ends(tmp_path: Path) -> None:
 def test_without_failures_an_elastic_run_takes_as_long_as_any(tmp_path: Path) -> None:
     result = train(tmp_path / "run", cluster=replace(FAILING, compute=replace(FAILING.compute, failures_per_hour=1e-9)))
     assert result.training_time_s == pytest.approx(EPOCHS * SAMPLES / 16, rel=1e-3)
+
+
+def test_without_elastic_a_run_begins_anew_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    """Its clock shows what it did twice, and for how long there was no host; the model is the undisturbed one's."""
+    undisturbed = train(tmp_path / "undisturbed", checkpoint_every=2)
+    result = train(tmp_path / "run", cluster=OFTEN, checkpoint_every=2)
+    restarted = named(result, "restarted")
+    assert len(restarted) > 1
+    assert {event["down_s"] for event in restarted} == {2.0}, "the process; a fifth host is free"
+    assert all(0 < event["again_s"] <= 2 + 1 for event in restarted), "up to two steps, and a part of the third"
+    lost_s = sum(event["again_s"] + event["down_s"] for event in restarted)
+    assert result.training_time_s == pytest.approx(undisturbed.training_time_s + lost_s, rel=1e-3)
+    for name, tensor in load_file(undisturbed.directory / "model.safetensors").items():
+        assert torch.equal(load_file(result.directory / "model.safetensors")[name], tensor)
+    (told,) = named(result, "goodput")
+    assert told["worker_s"] == pytest.approx(WORKERS * result.training_time_s, rel=1e-3)
+    assert told["goodput"] == pytest.approx(undisturbed.training_time_s / result.training_time_s, rel=1e-3)
+    assert told["cost"] == pytest.approx(told["worker_s"])
+
+
+def test_a_run_that_never_comes_to_the_next_checkpoint_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulating, "_MOST_TRIES", 0)
+    with pytest.raises(
+        RunFailed, match=r"hosts have failed 0 times before .* iteration \d+ to the next; save more often"
+    ):
+        train(tmp_path / "run", cluster=OFTEN, checkpoint_every=2)

@@ -194,23 +194,27 @@ def test_a_strategy_that_a_user_registered_is_compared_and_reported(
 
 
 def test_a_report_says_what_failures_took_of_each_strategy(run: Callable[..., Study], tmp_path: Path) -> None:
-    """Those that can go on without some workers do; the one that cannot ends, and is told."""
+    """Those that can go on without some workers do; the one that cannot begins anew from checkpoints."""
     failing = CLUSTER.replace(
         "[compute]", "back_after_s = 100.0\nprice_per_hour = 36.0\n[compute]\nfailures_per_hour = 10.0"
     )
     (tmp_path / "slow.toml").write_text(failing)
-    study = run(strategies=["all-reduce", "ps-asp"], workers=[3], elastic="1:4", replace=20, seeds=1, eval_every=None)
-    assert list(study.frames.trials["status"]) == ["finished", "failed"]
+    asked = {"elastic": "1:4", "replace": 20, "checkpoint_every": 1, "eval_every": None}
+    study = run(strategies=["all-reduce", "ring"], workers=[3], **asked)
+    assert list(study.frames.trials["status"]) == ["finished", "finished"]
     found = losses.of_trials(study.directory, study.frames)
-    (goodput,) = found.values()
-    parts = goodput.regrouping + goodput.steps + goodput.starting
-    assert 0 < parts < 1
-    assert goodput.goodput == pytest.approx(1 - parts)
-    (row,) = losses.table(study.frames, found)["rows"]
-    assert row[:3] == ["all-reduce", "3", f"{round(goodput.goodput * 100)} %"]
+    rows = losses.table(study.frames, found)["rows"]
+    for goodput, row in zip(found.values(), rows, strict=True):
+        parts = goodput.regrouping + goodput.steps + goodput.starting
+        assert 0 < parts < 1
+        assert goodput.goodput == pytest.approx(1 - parts)
+        assert row[1:3] == ["3", f"{round(goodput.goodput * 100)} %"]
+    assert [row[0] for row in rows] == ["all-reduce", "ring"]
+    elastic, anew = found.values()
+    assert anew.regrouping == 0 < elastic.regrouping
     page = report_page.render([report_page.page_of(study)])
     assert "What failures took" in page
     assert "1:4 workers, and 20 workers in the place of others" in page
-    assert "--elastic 1:4 --replace 20" in page
+    assert "--elastic 1:4 --replace 20 --checkpoint-every 1" in page
     with pytest.raises(UsageError, match="--replace has no effect without --elastic"):
         run(replace=2, out=tmp_path / "other")

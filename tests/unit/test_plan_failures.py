@@ -55,7 +55,7 @@ def test_a_run_that_restarts_takes_as_long_as_one_that_is_drawn() -> None:
 
 def test_without_failures_every_number_is_as_before() -> None:
     found = plan(STEADY, WORK, num_checks=0)
-    assert not failing.has_failures(STEADY)
+    assert not STEADY.can_fail
     assert not any("failures" in line for line in wording.answer(found))
     for outcome in failing.Survey(found).of(found.best):
         assert (outcome.time_s, outcome.goodput, outcome.every) == (failing.DAY_S, 1.0, None)

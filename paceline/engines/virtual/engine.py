@@ -1,7 +1,9 @@
 """One run on a virtual cluster, from start to end."""
 
 import contextlib
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -26,8 +28,20 @@ from paceline.engines.world import World, enter_here
 from paceline.errors import Aborted, CallMismatch, RunFailed, UsageError
 from paceline.membership import Membership
 from paceline.records import Record
+from paceline.seeding import derive
 
 _ENDING = "the run is ending because another member failed"
+
+
+@dataclass(frozen=True)
+class LostHost:
+    """A host whose failure, or preemption, has ended a run."""
+
+    host: str
+    at_s: float
+    """Virtual time since the run began."""
+    down_s: float
+    """Until it can begin anew; infinite: never."""
 
 
 @final
@@ -37,8 +51,14 @@ class VirtualRun:
     Raises UsageError if the cluster has no room for the job, or this machine lacks the device that it asks for.
     """
 
-    def __init__(self, job: VirtualJob, directory: Path, watcher: Watcher) -> None:
+    def __init__(
+        self, job: VirtualJob, directory: Path, watcher: Watcher, *, ledger: Ledger | None = None, attempt: int = 0
+    ) -> None:
+        """`attempt`: how often it has begun before; what was counted then goes on in `ledger`."""
         self._job, self._watcher = job, watcher
+        self.ledger, self.attempt = ledger or Ledger(), attempt
+        self.lost: LostHost | None = None
+        """What has ended the run."""
         self._host_names = job.cluster.names()
         self._timeline = EventQueue()
         self._reporter = DirectoryReporter(directory, job.config, self._on_records)
@@ -53,13 +73,12 @@ class VirtualRun:
         self._lost: set[int] = set()  # ranks without whom others go on
         self._is_ending = False
         self._present: dict[int, World] = {}
-        self._ledger = Ledger()
         self._fleet = self._roll = None
         if job.config.elastic is not None:
             self._roll = Roll(
                 job.config.elastic,
                 self._timeline,
-                self._ledger,
+                self.ledger,
                 membership=Membership.first(job.num_workers),
                 reform_s=job.cluster.recovery.reform_s,
                 meet=lambda membership: self._worlds.meet(membership.ranks),
@@ -71,7 +90,7 @@ class VirtualRun:
                 job.config.elastic,
                 self._timeline,
                 self._roll,
-                self._ledger,
+                self.ledger,
                 host_of=self._worlds.host_of,
                 spawn=self._spawn,
                 kill=self._kill,
@@ -106,11 +125,14 @@ class VirtualRun:
         self._reporter.event("started", workers=self._names_of(places.workers), servers=self._names_of(places.servers))
         for rank in range(self._job.num_workers):
             self._spawn(rank)
+        if self._fleet is None:
+            for rank, host in enumerate(places.workers):
+                self.ledger.begins(rank, self._timeline.now_s, price_per_hour=self._price_per_hour(host))
         cluster, fleet = self._job.cluster, self._fleet
         lives = Lives(
             cluster,
             self._timeline,
-            seed=self._job.config.seed,
+            seed=derive(self._job.config.seed, "attempt", self.attempt) if self.attempt else self._job.config.seed,
             on_notice=fleet.notice if fleet is not None else lambda host, notice_s: None,
             on_gone=self._lose,
             on_back=lambda host: fleet.replace() if fleet is not None else None,
@@ -196,6 +218,8 @@ class VirtualRun:
             return
         self._dead |= set(names)
         self._is_ending = True
+        self.lost = LostHost(self._host_names[host], self._timeline.now_s, self._down_s(host))
+        self.ledger.close(self._timeline.now_s)
         self._reporter.event("lost", host=self._host_names[host], members=names, virtual_time_s=self._timeline.now_s)
         self._scheduler.abort(Aborted(f"{self._host_names[host]} failed"))
 
@@ -212,10 +236,33 @@ class VirtualRun:
     def _process_of(self, rank: int) -> Process:
         return next(process for process in self._scheduler.processes if process.name == f"worker-{rank}")
 
+    def begins_anew(self, *, host: str, iteration: int, again_s: float, down_s: float) -> None:
+        """The host was lost, and the run goes on from a checkpoint: so much is done again, after so long."""
+        places = self._worlds.places
+        price_per_hour = sum(map(self._price_per_hour, places.workers))
+        self.ledger.waits(self._job.num_workers, again_s=again_s, down_s=down_s, price_per_hour=price_per_hour)
+        self._reporter.event("restarted", host=host, checkpoint=iteration, again_s=again_s, down_s=down_s)
+        self._say(f"{host} is lost; the run begins anew from iteration {iteration}, {down_s:g} s later")
+
     def _tell_goodput(self) -> None:
-        if self._fleet is not None:
-            self._ledger.close(self._timeline.now_s)
-            self._reporter.event("goodput", virtual_time_s=self._timeline.now_s, **self._ledger.details())
+        if self._fleet is None and not self._job.cluster.can_fail:
+            return
+        self.ledger.close(self._timeline.now_s)
+        self._reporter.event("goodput", virtual_time_s=self._timeline.now_s, **self.ledger.details())
+
+    def _down_s(self, host: int) -> float:
+        """Until the run can begin anew: on a host that is free, or when this one is back."""
+        cluster, places = self._job.cluster, self._worlds.places
+        back_after_s = cluster.each_host()[host].back_after_s
+        num_taken = len(places.workers) + len(set(places.servers) - set(places.workers))
+        if cluster.num_slots > num_taken:
+            back_after_s = 0.0
+        return cluster.recovery.start_s + (math.inf if back_after_s is None else back_after_s)
+
+    def _price_per_hour(self, host: int) -> float:
+        """Of a worker's part of its host."""
+        kind = self._job.cluster.each_host()[host]
+        return kind.paid_per_hour / kind.slots
 
     def _say(self, line: str) -> None:
         with self._surroundings.not_heard():

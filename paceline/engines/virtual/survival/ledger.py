@@ -41,6 +41,13 @@ class Ledger:
         if rank in self._coming:
             self.has_joined(rank, now_s)
 
+    def waits(self, num_workers: int, *, again_s: float, down_s: float, price_per_hour: float) -> None:
+        """All of these do so much again, and have waited so long for a host before."""
+        self.worker_s += num_workers * down_s
+        self.lost_starting_s += num_workers * down_s
+        self.lost_steps_s += num_workers * again_s
+        self.cost += price_per_hour / 3600 * down_s
+
     def close(self, now_s: float) -> None:
         for rank in list(self._there):
             self.ends(rank, now_s)

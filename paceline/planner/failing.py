@@ -34,16 +34,14 @@ def checkpoint_interval_s(checkpoint_s: float, between_s: float) -> float:
 
 
 def restarted_s(work_s: float, *, every_s: float, checkpoint_s: float, between_s: float, restart_s: float) -> float:
-    """How long so much work takes where each failure throws it back to the last checkpoint (Daly 2006, for failures
-    that come by chance, also while a run restarts)."""
+    """How long so much work takes where each failure, which comes by chance, throws it back to the last checkpoint. As
+    in Daly 2006, but that nothing fails while nothing runs; there it is M exp(R/M) where this has M + R."""
     if math.isinf(between_s):
         return work_s
-    if math.isinf(restart_s):
-        return math.inf
     tried = (every_s + checkpoint_s) / between_s
-    if max(tried, restart_s / between_s) > _HOPELESS:
+    if math.isinf(restart_s) or tried > _HOPELESS:
         return math.inf
-    return between_s * math.exp(restart_s / between_s) * math.expm1(tried) * work_s / every_s
+    return (between_s + restart_s) * math.expm1(tried) * work_s / every_s
 
 
 def shrinking_s(work_s: float, *, gone_per_s: float) -> float:

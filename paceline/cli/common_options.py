@@ -74,3 +74,14 @@ Attacks = Annotated[
 Track = Annotated[
     list[str] | None, typer.Option(help="Send numbers to mlflow or wandb; may be repeated.", metavar="SERVICE")
 ]
+
+Elastic = Annotated[
+    str | None,
+    typer.Option(
+        help="Workers may die, and the others go on while MIN are left; others may join, up to MAX.", metavar="MIN:MAX"
+    ),
+]
+Replace = Annotated[
+    int | None,
+    typer.Option(help="Of an elastic run: so many times a new worker starts in a dead one's place.", show_default="0"),
+]

@@ -44,6 +44,11 @@ def compare(
     seeds: Annotated[str, typer.Option(help="How many, as 3, or which, as 0,1,2.", metavar="N")] = "3",
     engine: common_options.Engine = "ray",
     cluster: common_options.SimulatedCluster = None,
+    elastic: common_options.Elastic = None,
+    replace: common_options.Replace = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Iterations; simulated runs begin anew from there after a failure.")
+    ] = None,
     max_steps: Annotated[int | None, typer.Option(help="End each run after so many iterations.")] = None,
     max_time: Annotated[float | None, typer.Option(help="End each run after so many seconds of training.")] = None,
     eval_every: common_options.EvalEveryAlike = None,
@@ -118,6 +123,9 @@ def spec_of(given: Mapping[str, Any]) -> StudySpec:
         deadline_s=given["deadline"],
         engine=given["engine"],
         cluster=given["cluster"],
+        elastic=given["elastic"],
+        replace=given["replace"],
+        checkpoint_every=given["checkpoint_every"],
         address=given["address"],
         insecure=given["insecure"],
     )

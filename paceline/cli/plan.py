@@ -17,7 +17,7 @@ from paceline.cluster import reading as cluster_file
 from paceline.engines.scripting import read_script
 from paceline.errors import UsageError
 from paceline.lab import words
-from paceline.planner import observing, wording
+from paceline.planner import failing, observing, wording
 from paceline.planner.noise import NoiseScale
 from paceline.planner.search import Plan, require_in_range
 from paceline.planner.search import plan as search
@@ -86,6 +86,8 @@ def plan(
     took_s = time.perf_counter() - began_s
     console = Console(soft_wrap=True)
     console.print(table(found))
+    if described.can_fail:
+        console.print(failures_table(found))
     for number, line in enumerate(wording.answer(found)):
         console.print(line, style="bold" if number == 0 else None, markup=False, highlight=False)
     console.print(f"To simulate it: {_simulating(found, script, cluster, arguments)}", markup=False, highlight=False)
@@ -132,6 +134,21 @@ def table(found: Plan) -> Table:
         rates = [words.quantity(best.step_s * 1e3), words.quantity(best.samples_per_s)]
         merit = [f"{words.ratio(point.merit)} x"] if sooner else []
         shown.add_row(point.label, str(best.workers), *rates, *merit, words.percent(best.efficiency), best.binding)
+    return shown
+
+
+def failures_table(found: Plan) -> Table:
+    """Each strategy's best in spite of failures."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False, title_justify="left")
+    for heading in ("with failures", "workers", "gets over them", "saves every", "goodput", "takes", "price"):
+        is_text = heading in ("with failures", "gets over them")
+        shown.add_column(heading, justify="left" if is_text else "right", overflow="fold")
+    for outcome in failing.Survey(found).best_of_each:
+        way = "--elastic" if outcome.way == "elastic" else "restarts"
+        every = "" if outcome.every is None else f"{outcome.every:,}"
+        price = words.quantity(outcome.cost) if 0 < outcome.cost < math.inf else ""
+        cells = [way, every, words.percent(outcome.goodput), wording.takes(outcome), price]
+        shown.add_row(outcome.point.label, str(outcome.point.prediction.workers), *cells)
     return shown
 
 

@@ -81,13 +81,7 @@ def run(
         bool, typer.Option("--strict", help="Compare the workers' parameters after every step, not only now and then.")
     ] = False,
     attack: common_options.Attacks = None,
-    elastic: Annotated[
-        str | None,
-        typer.Option(
-            help="Workers may die, and the others go on while MIN are left; others may join, up to MAX.",
-            metavar="MIN:MAX",
-        ),
-    ] = None,
+    elastic: common_options.Elastic = None,
     global_batch: Annotated[
         str | None,
         typer.Option(
@@ -96,12 +90,7 @@ def run(
             show_default="keep; under local updates grow",
         ),
     ] = None,
-    replace: Annotated[
-        int | None,
-        typer.Option(
-            help="Of an elastic run: so many times a new worker starts in a dead one's place.", show_default="0"
-        ),
-    ] = None,
+    replace: common_options.Replace = None,
     out: Annotated[
         Path | None, typer.Option(help="Result directory, new or empty.", show_default="a new one under runs/")
     ] = None,

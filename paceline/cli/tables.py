@@ -12,6 +12,7 @@ from paceline.lab import words
 from paceline.lab.analysis import num_tried
 from paceline.lab.frames import Frames
 from paceline.lab.reaching import first_reaching
+from paceline.running.goodput import Goodput
 from paceline.running.result import Result
 from paceline.training import clock
 
@@ -73,6 +74,19 @@ def _passed(result: Result, target: Target, hold: int | None) -> str:
     return f"{reaching.evaluation.time_s:.2f} {clock.unit(result.engine)}" if reaching is not None else "never"
 
 
+def _goodput(result: Result) -> str | None:
+    """Of a run whose workers could die, and where the rest went."""
+    found = Goodput.of(
+        result.events, worker_s=lambda: sum(s.compute_s + s.communication_s + s.waiting_s for s in result.steps)
+    )
+    if found is None:
+        return None
+    lost = {"regrouping": found.regrouping, "steps lost": found.steps, "starting": found.starting}
+    known = [f"{name} {words.percent(part)}" for name, part in lost.items() if not math.isnan(part)]
+    price = f"; hosts cost {words.quantity(found.cost)}" if found.cost > 0 else ""
+    return f"{words.percent(found.goodput)} ({', '.join(known)}){price}"
+
+
 def summary(result: Result, passed: Sequence[Target] = (), *, hold: int | None = None) -> Table:
     """`passed` are targets on the way to the one that ended the run."""
     table = Table(show_header=False, box=None)
@@ -90,6 +104,7 @@ def summary(result: Result, passed: Sequence[Target] = (), *, hold: int | None =
         "time to target": f"{reached_s:.2f} {clock.unit(result.engine)}" if reached_s is not None else never,
         **{f"time to {target}": _passed(result, target, hold) for target in passed},
         "time spent": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
+        "goodput": _goodput(result),
         "results": str(result.directory),
     }
     for name, value in rows.items():

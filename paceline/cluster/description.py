@@ -42,10 +42,29 @@ class Hosts:
     burst_kbyte: float = setting("that the network card lets pass at once after a silence, each way", 0.0, least=0)
     memory_gbyte_per_s: float = setting("at which a server updates, and workers of one host exchange", 20.0, above=0)
     site: str = setting("which of the [[sites]] they are at", "")
+    preemptions_per_hour: float = setting("that one of them is taken away, by whoever lends it", 0.0, least=0)
+    notice_s: float = setting("between word that it will be taken away and that", 0.0, least=0)
+    back_after_s: float | None = setting(
+        "after a failure or a preemption, until it or one like it is there; none: never", None, least=0
+    )
+    price_per_hour: float = setting("of one of them, in any currency", 0.0, least=0)
+    spot_price_per_hour: float | None = setting(
+        "of one of them while it may be taken away; without preemptions it costs price_per_hour", None, least=0
+    )
+
+    def __post_init__(self) -> None:
+        if self.notice_s and not self.preemptions_per_hour:
+            raise UsageError("notice_s is of preemptions: give preemptions_per_hour, too")
+        if self.spot_price_per_hour is not None and not self.preemptions_per_hour:
+            raise UsageError("spot_price_per_hour is of hosts that are taken away: give preemptions_per_hour, too")
 
     @property
     def slots(self) -> int:
         return max(1, self.devices) if self.workers is None else self.workers
+
+    @property
+    def paid_per_hour(self) -> float:
+        return self.price_per_hour if self.spot_price_per_hour is None else self.spot_price_per_hour
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +113,9 @@ class Compute:
     )
     pauses_per_hour: float = setting("of computing, on each worker: collected garbage, other users", 0.0, least=0)
     pause_s: float = setting("how long one takes", 0.0, least=0)
-    failures_per_hour: float = setting("of each host; one ends the run, naming who was on it", 0.0, least=0)
+    failures_per_hour: float = setting(
+        "of each host; who is on it dies, which ends a run without --elastic", 0.0, least=0
+    )
 
     def __post_init__(self) -> None:
         if self.step_s is not None and self.sample_s is not None:
@@ -207,6 +228,15 @@ class Communication:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What getting over failures takes besides what the simulation moves: `[recovery]`. Nothing, unless it says so."""
+
+    reform_s: float = setting("workers that are left, or that one joins, take to meet anew", 0.0, least=0)
+    start_s: float = setting("a worker's process takes to start, where it joins or a run begins anew", 0.0, least=0)
+    checkpoint_s: float = setting("a checkpoint keeps the workers from training", 0.0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """A whole file."""
 
@@ -217,6 +247,7 @@ class Cluster:
     compute: Compute = setting("the [compute] table", Compute())
     servers: Servers = setting("the [servers] table", Servers())
     communication: Communication = setting("the [communication] table", Communication())
+    recovery: Recovery = setting("the [recovery] table", Recovery())
     shared_cores: int | None = setting(
         "that all hosts have together, where they are parts of one machine: each has one, and they take turns at them; "
         "none: hosts share none",
@@ -249,6 +280,11 @@ class Cluster:
     def num_slots(self) -> int:
         """Workers that it has room for."""
         return sum(hosts.count * hosts.slots for hosts in self.hosts)
+
+    @property
+    def can_fail(self) -> bool:
+        """Whether hosts fail, or are taken away."""
+        return self.compute.failures_per_hour > 0 or any(hosts.preemptions_per_hour for hosts in self.hosts)
 
     def each_host(self) -> list[Hosts]:
         return [hosts for hosts in self.hosts for _ in range(hosts.count)]

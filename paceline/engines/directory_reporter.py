@@ -45,9 +45,9 @@ class DirectoryReporter(Reporter):
         if is_rare or time.perf_counter() - self._flushed_s >= FLUSH_INTERVAL_S:
             self._flush()
 
-    def event(self, name: str, **details: Any) -> None:
+    def event(self, name: str, who: str = "run", **details: Any) -> None:
         """Record that something happened at the run's present iteration."""
-        self.emit(EventRecord(name, "run", self.progress.iteration, self.progress.time_s, details))
+        self.emit(EventRecord(name, who, self.progress.iteration, self.progress.time_s, details))
 
     def save(self, name: str, content: bytes | memoryview) -> None:
         self._flush()

@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pandas as pd
 
 from paceline import durable
 from paceline.errors import UsageError
-from paceline.lab import html_page, words
+from paceline.lab import html_page, losses, words
 from paceline.lab.figures import Chart, Figure, Subject, figures
 from paceline.lab.frames import FAILED, MISSING, Frames
 from paceline.lab.html_page import chart_view
@@ -40,6 +40,8 @@ class Page:
     """Repeats the study."""
     facts: Mapping[str, str]
     """Machine, versions and settings."""
+    losses: Mapping[str, Any] = field(default_factory=dict)
+    """What failures took, as `losses.table` has it; empty: nobody could die."""
 
 
 def write(directories: Sequence[Path], out: Path) -> None:
@@ -65,7 +67,8 @@ def page_of(study: Study) -> Page:
     # In the study's own directory there is nothing left to run.
     again = study.directory.resolve().with_name(f"{study.name}-again")
     command = shlex.join(study.spec.command(out=again))
-    return Page(study.name, study.spec.title, study.frames, study.verdict.lines, command, _facts(study))
+    lost = losses.table(study.frames, losses.of_trials(study.directory, study.frames))
+    return Page(study.name, study.spec.title, study.frames, study.verdict.lines, command, _facts(study), lost)
 
 
 def render(pages: Sequence[Page]) -> str:
@@ -106,6 +109,7 @@ def _page_view(page: Page, subject: Subject) -> dict[str, Any]:
         "summary": summary_table(
             page.frames, has_target=subject.target is not None, metric=subject.metric, seconds=subject.unit
         ),
+        "losses": page.losses,
         "failures": _failures(page.frames.trials),
         "command": page.command,
         "facts": [{"name": name, "value": value} for name, value in page.facts.items()],
@@ -187,6 +191,7 @@ def _facts(study: Study) -> dict[str, str]:
         "Attack": ", ".join(spec.attacks),
         "After the target": "training goes on" if spec.after_target == "continue" else "",
         "Engine": spec.engine,
+        "Elastic": _elastic(spec),
         "Cluster": _cluster(spec.cluster) if spec.cluster is not None else "",
         "Evaluation": f"every {eval_every.words}" if eval_every else "at the end of each run",
         "Models kept to be judged": _keeping(study),
@@ -224,6 +229,13 @@ def _keeping(study: Study) -> str:
 def _cluster(cluster: VirtualCluster) -> str:
     about = cluster.content.about
     return f"{cluster.source}{f' ({about})' if about else ''}; all of its settings are in study.json"
+
+
+def _elastic(spec: StudySpec) -> str:
+    if spec.elastic is None:
+        return ""
+    replaced = f", and {spec.replace} workers in the place of others" if spec.replace else ""
+    return f"{spec.elastic} workers{replaced}, under strategies that can go on without some"
 
 
 def _budget(spec: StudySpec) -> str:

@@ -262,6 +262,7 @@ def tuned(spec: StudySpec, study: Path) -> tuning.Choice:
 
 
 def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watcher: Watcher) -> None:
+    is_elastic = spec.elastic is not None and trial.variant.strategy.traits.repeats_steps
     launch.run(
         script,
         strategy=trial.variant.strategy,
@@ -280,6 +281,9 @@ def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watc
         device=cast(DeviceChoice, spec.device),
         deadline_s=spec.deadline_s,
         attack=spec.attacks,
+        elastic=spec.elastic if is_elastic else None,
+        replace=spec.replace if is_elastic else None,
+        checkpoint_every=spec.checkpoint_every,
         out=directory,
         watcher=watcher,
     )

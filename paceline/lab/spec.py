@@ -13,6 +13,7 @@ from typing import Any
 from paceline.attacks import parse
 from paceline.cluster.placement import place
 from paceline.config import DEFAULT_EVAL_EVERY, RunConfig, Target, in_order
+from paceline.elastic import Elastic
 from paceline.engines.ray.nodes import chosen_address
 from paceline.engines.scripting import Script, read_script
 from paceline.errors import UsageError
@@ -101,6 +102,12 @@ class StudySpec:
     engine: str = "ray"
     cluster: VirtualCluster | None = None
     """What the virtual engine simulates."""
+    elastic: str | None = None
+    """`MIN:MAX`: workers may die and come, under strategies that can go on without some; the others run without."""
+    replace: int | None = None
+    """Of elastic runs: so many times a new worker starts in the place of one that is gone."""
+    checkpoint_every: int | None = None
+    """Iterations; simulated runs that a failure has ended begin anew from there."""
     deadline_s: float = RunConfig.deadline_s
     """How long any wait for a peer may take."""
     address: str | None = None
@@ -123,6 +130,7 @@ class StudySpec:
             object.__setattr__(self, "eval_every", str(Interval.parse(self.eval_every)))
         for seed in self.seeds:
             self.config(seed)
+        launch.elastic_of(self.elastic, None, self.replace, default="keep")
         if self.tune and TUNING_SEED in self.seeds:
             raise UsageError(f"seed {TUNING_SEED} is the one that options are tuned with; judge others")
         _ = self.settings
@@ -190,6 +198,7 @@ class StudySpec:
         return RunConfig(
             max_steps=self.max_steps,
             max_time_s=self.max_time_s,
+            checkpoint_every=self.checkpoint_every,
             eval_every=Interval.parse(self.eval_every) if self.eval_every is not None else None,
             target=None if self.target is None else Target.parse(self.target),
             hold=self.hold,
@@ -249,6 +258,8 @@ class StudySpec:
             for workers in self.workers:
                 try:
                     variant.strategy.check(num_workers=workers)
+                    if self.elastic is not None and variant.strategy.traits.repeats_steps:
+                        Elastic.parse(self.elastic).require(num_workers=workers)
                     require_attackable(parse(self.attacks), variant.strategy.traits, num_workers=workers)
                     if self.cluster is not None:
                         num_servers = variant.strategy.traits.num_servers
@@ -291,6 +302,9 @@ class StudySpec:
             "--deadline": None if self.deadline_s == RunConfig.deadline_s else f"{self.deadline_s:g}",
             "--engine": None if self.engine == "ray" else self.engine,
             "--cluster": self.cluster.source if self.cluster is not None else None,
+            "--elastic": self.elastic,
+            "--replace": self.replace,
+            "--checkpoint-every": self.checkpoint_every,
             "--address": self.address,
             "--out": out,
         }

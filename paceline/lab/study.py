@@ -80,6 +80,9 @@ class Study:
         cluster: str | Path | None = None,
         address: str | None = None,
         insecure: bool = False,
+        elastic: str | None = None,
+        replace: int | None = None,
+        checkpoint_every: int | None = None,
         arguments: Sequence[str] = (),
         retry_failed: bool = False,
         watcher: StudyWatcher | None = None,
@@ -103,6 +106,8 @@ class Study:
                 it best, found by as many runs as any other's on a seed that is not judged.
             engine: `ray`, or `virtual`: on a simulated cluster.
             cluster: of the virtual engine: a TOML file, or the name of one that comes with Paceline.
+            elastic, replace: as for `paceline.run`, of strategies that can go on without some workers.
+            checkpoint_every: iterations between checkpoints, from which simulated runs begin anew after a failure.
             retry_failed: run those trials again that failed.
             watcher: is told of trials; none: on a terminal and in a notebook a line of progress, and one for each
                 trial that has ended; elsewhere what scripts print alone.
@@ -133,6 +138,9 @@ class Study:
             cluster=cluster,
             address=address,
             insecure=insecure,
+            elastic=elastic,
+            replace=replace,
+            checkpoint_every=checkpoint_every,
         )
         return cls.conduct(spec, Path(out), watcher=watcher, retry_failed=retry_failed)
 

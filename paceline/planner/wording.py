@@ -1,9 +1,11 @@
 """What a plan comes to, in sentences."""
 
 import math
+from dataclasses import replace
 
 from paceline.lab import words
 from paceline.lab.variant import Variant
+from paceline.planner import failing
 from paceline.planner.question import why_unpriced
 from paceline.planner.search import CLOSE, Check, Knee, Plan, Point
 from paceline.strategies import build
@@ -20,7 +22,7 @@ _EVEN = (
 
 
 def answer(plan: Plan) -> list[str]:
-    lines = [*_best(plan), *_knees(plan), *_ratio(plan)]
+    lines = [*_best(plan), *_failures(plan), *_knees(plan), *_ratio(plan)]
     if plan.noise is not None:
         lines.append(_noise(plan))
     elif plan.best.prediction.unit == "gradient" and plan.best.prediction.workers > 1:
@@ -70,6 +72,44 @@ def _best(plan: Plan) -> list[str]:
         gain = f"{words.ratio(plan.best.merit)} times one worker"
     efficiency = f"{words.percent(best.efficiency)} of what its hosts would do alone"
     return [f"{place}: {gain} {by}.", f"It does {rate}, {efficiency}; what binds is {best.binding}."]
+
+
+def _failures(plan: Plan) -> list[str]:
+    """What gets there first where hosts fail, what failures cost it, and how often the best is to be saved."""
+    if not plan.cluster.can_fail:
+        return []
+    survey = failing.Survey(plan)
+    first = survey.first
+    whole = "the target" if first.point.target_s is not None else "what takes a day without failures"
+    lines = [
+        f"With failures, {_named(first)} gets furthest: {whole} in {takes(first)}, "
+        f"{words.percent(first.goodput)} of the time of use{_price(first)}. A host of it goes every "
+        f"{words.seconds(first.between_s)} on average."
+    ]
+    restarting = next(each for each in survey.of(plan.best) if each.way == "restart")
+    if restarting.every is not None:
+        lines.append(
+            f"{_named(restarting)} would take {takes(restarting)}{_price(restarting)}, with "
+            f"--checkpoint-every {restarting.every}."
+        )
+    staying = replace(plan, cluster=failing.on_demand(plan.cluster))
+    if first.cost and staying.cluster != plan.cluster:
+        kept = min(failing.Survey(staying).of(first.point), key=lambda outcome: outcome.time_s)
+        lines.append(f"On hosts that nobody takes away: {takes(kept)}{_price(kept)}.")
+    return lines
+
+
+def _named(outcome: failing.Outcome) -> str:
+    how = "with --elastic" if outcome.way == "elastic" else "begun anew from checkpoints"
+    return f"{outcome.point.label} on {words.workers(outcome.point.prediction.workers)}, {how},"
+
+
+def _price(outcome: failing.Outcome) -> str:
+    return f", for {words.quantity(outcome.cost)}" if 0 < outcome.cost < math.inf else ""
+
+
+def takes(outcome: failing.Outcome) -> str:
+    return words.seconds(outcome.time_s) if outcome.time_s < math.inf else "for ever"
 
 
 def _by(plan: Plan) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,11 +26,10 @@ from paceline.engines.ray.nodes import chosen_address, connected
 from paceline.engines.ray.supervisor import Supervisor
 from paceline.engines.scripting import Program, Script, read_script
 from paceline.engines.standing import LauncherLost, Watcher
-from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.job import VirtualJob
 from paceline.errors import UsageError, unknown
 from paceline.interval import Interval
-from paceline.running import machine_load, manifest, resuming, watching
+from paceline.running import machine_load, manifest, resuming, simulating, watching
 from paceline.running.checks import check_metric
 from paceline.running.result import Result
 from paceline.strategies import build, name_of
@@ -144,9 +144,9 @@ def run(
     plan.check(num_workers=workers)
     check_engine(engine, cluster=cluster, address=address)
     virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
-    survives = _elastic(elastic, global_batch, replace, default="keep" if plan.traits.lock_step else "grow")
+    survives = elastic_of(elastic, global_batch, replace, default="keep" if plan.traits.lock_step else "grow")
     if survives is not None:
-        _require_survivable(plan, survives, engine=engine, workers=workers, attack=attack)
+        _require_survivable(plan, survives, workers=workers, attack=attack)
     config = RunConfig(
         max_steps=max_steps,
         max_time_s=max_time_s,
@@ -195,12 +195,14 @@ def run(
     continued = found if is_continued else None
     watched = nullcontext(watcher) if watcher is not None else _watched(f"{name_of(plan)} x {workers}", config, engine)
     try:
+        at_start = None if checkpoint is None else checkpoint.data.get(AT_START, len(checkpoint.workers))
         if virtual is not None:
-            job = VirtualJob(task, plan, workers, virtual, config, raw)
+            job = VirtualJob(task, plan, workers, virtual, config, raw, at_start)
             try:
                 with watched as watcher:
                     _warn(watcher, found)
-                    _simulate(job, directory, watcher, described, continued)
+                    begin = partial(_begin, directory, described, continued)
+                    simulating.simulate(job, directory, watcher, begin=begin)
             finally:
                 gc.collect()  # models lie in reference cycles, which Python keeps: it counts objects, not bytes
             return Result(directory)
@@ -210,7 +212,6 @@ def run(
             _go_back(continued)
             is_elsewhere = chosen_address(address) is not None or striking.VARIABLE in os.environ
             environment = own_environment() if is_elsewhere else {}
-            at_start = None if checkpoint is None else checkpoint.data.get(AT_START, len(checkpoint.workers))
             real = Job(task, plan, workers, config, raw, environment, at_start, launcher_lost)
             Supervisor(real, directory, watcher).run()
     except Interrupted:
@@ -220,13 +221,9 @@ def run(
     return Result(directory)
 
 
-def _simulate(
-    job: VirtualJob, directory: Path, watcher: Watcher, described: dict[str, Any], continued: resuming.Found | None
-) -> None:
-    simulation = VirtualRun(job, directory, watcher)
+def _begin(directory: Path, described: dict[str, Any], continued: resuming.Found | None) -> None:
     _write_manifest(directory, described)
     _go_back(continued)
-    simulation.run()
 
 
 def _warn(watcher: Watcher, found: resuming.Found | None) -> None:
@@ -267,9 +264,10 @@ def check_engine(engine: str, *, cluster: object | None, address: str | None) ->
         raise UsageError(f"--engine virtual needs --cluster: a TOML file, or one of {known}")
 
 
-def _elastic(
+def elastic_of(
     elastic: str | Elastic | None, global_batch: GlobalBatch | None, replace: int | None, *, default: GlobalBatch
 ) -> Elastic | None:
+    """What an elastic run is asked for. Raises UsageError for values out of range, and for those without effect."""
     if elastic is None:
         if global_batch is not None:
             raise UsageError("--global-batch has no effect without --elastic, since workers stay as many as they are")
@@ -290,7 +288,6 @@ def _require_survivable(
     plan: Strategy,
     elastic: Elastic,
     *,
-    engine: str,
     workers: int,
     attack: str | Sequence[str],
 ) -> None:
@@ -307,8 +304,6 @@ def _require_survivable(
             f"--global-batch keep: under {name_of(plan)} a round has as many local steps of each worker, whoever is "
             "there; use --global-batch grow"
         )
-    if engine != "ray":
-        raise UsageError("--elastic has no effect with --engine virtual, whose workers do not die; use --engine ray")
     if attack:
         raise UsageError("--attack and --elastic do not go together: hostile workers are known by their number")
 

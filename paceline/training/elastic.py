@@ -130,7 +130,8 @@ class Survivor:
         if to and self._giving is None and len(under_way) == 1 and under_way[0].begins:
             assert self.states is not None
             member, content = self._member, self.states.given(place, self._member)
-            self._giving = Giving(self._reform, content, member=member, to=to, dealt=under_way[0])
+            beside = not self._run.context.pacing.is_simulated
+            self._giving = Giving(self._reform, content, member=member, to=to, dealt=under_way[0], beside=beside)
             if not self._is_stepwise:  # the model changes before the next exchange
                 self._giving.end()
 

@@ -28,13 +28,25 @@ class Giving:
     Args:
         content: plain data and tensors, of which none may change until `end`.
         dealt: the round that they are to be applied after.
+        beside: in a thread; otherwise it is written at once.
     """
 
     def __init__(
-        self, reform: Regrouping, content: dict[str, Any], *, member: Member, to: tuple[int, ...], dealt: Deal
+        self,
+        reform: Regrouping,
+        content: dict[str, Any],
+        *,
+        member: Member,
+        to: tuple[int, ...],
+        dealt: Deal,
+        beside: bool = True,
     ) -> None:
         self.to, self.dealt = to, dealt
         self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if not beside:
+            self._write(reform, content, member)
+            return
         self._thread = threading.Thread(
             target=self._write, args=(reform, content, member), name="paceline-giving", daemon=True
         )
@@ -42,7 +54,8 @@ class Giving:
 
     def end(self) -> None:
         """Return when all is written. Raises what went wrong."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         if self._error is not None:
             raise self._error
 

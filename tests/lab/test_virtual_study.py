@@ -15,7 +15,7 @@ from rich.console import Console
 
 from paceline import Result, Study
 from paceline.errors import UsageError
-from paceline.lab import report_page, runner
+from paceline.lab import losses, report_page, runner
 from paceline.strategies import STRATEGIES, Entry
 from paceline.strategies.all_reduce import AllReduce
 from paceline.strategies.base import Context, Replica, Strategy, Synchronizer, option
@@ -191,3 +191,30 @@ def test_a_strategy_that_a_user_registered_is_compared_and_reported(
     assert "Iterations (rounds)" in page
     first = Result(runner.directory_of(study.directory, study.spec.trials[-1]))
     assert (first.manifest["strategy"]["name"], first.unit) == ("mine", "round")
+
+
+def test_a_report_says_what_failures_took_of_each_strategy(run: Callable[..., Study], tmp_path: Path) -> None:
+    """Those that can go on without some workers do; the one that cannot begins anew from checkpoints."""
+    failing = CLUSTER.replace(
+        "[compute]", "back_after_s = 100.0\nprice_per_hour = 36.0\n[compute]\nfailures_per_hour = 10.0"
+    )
+    (tmp_path / "slow.toml").write_text(failing)
+    asked = {"elastic": "1:4", "replace": 20, "checkpoint_every": 1, "eval_every": None}
+    study = run(strategies=["all-reduce", "ring"], workers=[3], **asked)
+    assert list(study.frames.trials["status"]) == ["finished", "finished"]
+    found = losses.of_trials(study.directory, study.frames)
+    rows = losses.table(study.frames, found)["rows"]
+    for goodput, row in zip(found.values(), rows, strict=True):
+        parts = goodput.regrouping + goodput.steps + goodput.starting
+        assert 0 < parts < 1
+        assert goodput.goodput == pytest.approx(1 - parts)
+        assert row[1:3] == ["3", f"{round(goodput.goodput * 100)} %"]
+    assert [row[0] for row in rows] == ["all-reduce", "ring"]
+    elastic, anew = found.values()
+    assert anew.regrouping == 0 < elastic.regrouping
+    page = report_page.render([report_page.page_of(study)])
+    assert "What failures took" in page
+    assert "1:4 workers, and 20 workers in the place of others" in page
+    assert "--elastic 1:4 --replace 20 --checkpoint-every 1" in page
+    with pytest.raises(UsageError, match="--replace has no effect without --elastic"):
+        run(replace=2, out=tmp_path / "other")

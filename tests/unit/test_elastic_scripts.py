@@ -232,7 +232,6 @@ def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
             {"strategy": "local-sgd", "global_batch": "keep"},
             "as many local steps of each worker.* use --global-batch grow",
         ),
-        ({"engine": "virtual", "cluster": "lab-1gbe"}, "no effect with --engine virtual"),
         ({"attack": "sign-flip:workers=1", "workers": 3, "elastic": "1:3"}, "do not go together"),
         ({"elastic": "3:4"}, "is for 3 to 4 workers, and the run would start with --workers 2"),
         ({"elastic": None, "replace": 1}, "--replace has no effect without --elastic"),

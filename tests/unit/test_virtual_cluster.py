@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
+from functools import partial
 
 import pytest
 
 from paceline.cluster.description import Cluster, Compute, Hosts
 from paceline.cluster.placement import place
 from paceline.cluster.reading import load, parse, shipped
-from paceline.engines.virtual.computing.durations import ComputeTimes, StepCost, failure_s
+from paceline.cluster.writing import as_toml
+from paceline.engines.virtual.computing.durations import ComputeTimes, StepCost
+from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.network.wiring import Wiring
+from paceline.engines.virtual.survival.lives import Lives
 from paceline.errors import UsageError
 
 GOOD = """about = "two kinds of hosts"
@@ -65,6 +69,7 @@ def test_shipped_names_are_those_promised() -> None:
         "lab-1gbe",
         "laptops-wifi",
         "published",
+        "spot-10gbe",
         "volunteers",
     }
 
@@ -180,9 +185,46 @@ def test_a_framework_takes_a_core_s_time_for_each_call_whatever_the_batch() -> N
         Compute(dispatch_us=30.0, step_s=0.1)
 
 
-def test_hosts_fail_at_their_rate() -> None:
-    never = Compute(step_s=1.0)
-    assert failure_s(never, seed=0, host=0) == math.inf
-    often = Compute(step_s=1.0, failures_per_hour=36.0)
-    times = [failure_s(often, seed=0, host=host) for host in range(4000)]
-    assert statistics.mean(times) == pytest.approx(100.0, rel=0.05)
+def fates(cluster: Cluster, *, until_s: float) -> list[tuple[str, float, int]]:
+    """What happens to its hosts: what, when, and to which."""
+    timeline, found = EventQueue(), []
+
+    def note(what: str, host: int, *_: float) -> None:
+        found.append((what, timeline.now_s, host))
+
+    told = {f"on_{what}": partial(note, what) for what in ("notice", "gone", "back")}
+    Lives(cluster, timeline, seed=0, **told).begin(range(cluster.num_hosts))
+    timeline.at(until_s, timeline.stop)
+    timeline.run()
+    return found
+
+
+def test_hosts_fail_are_taken_away_and_come_back_at_their_rates() -> None:
+    hosts = Hosts(count=40, bandwidth_gbit_per_s=1.0, back_after_s=100.0, preemptions_per_hour=18.0, notice_s=50.0)
+    cluster = Cluster(hosts=(hosts,), compute=Compute(step_s=1.0, failures_per_hour=18.0))
+    found = fates(cluster, until_s=40_000.0)
+    assert found == fates(cluster, until_s=40_000.0)
+    at = {what: [(time_s, host) for kind, time_s, host in found if kind == what] for what in ("notice", "gone", "back")}
+    # Either in 200 s on average, and 50 s later for the one with notice.
+    life_s = 200 * (1 - math.exp(-50 / 200)) + 100 * math.exp(-50 / 200)
+    assert len(at["gone"]) == pytest.approx(40 * 40_000 / (life_s + 100), rel=0.03)
+    assert [host for _, host in at["back"]] == [host for _, host in at["gone"][: len(at["back"])]]
+    for (back_s, _), (gone_s, _) in zip(at["back"], at["gone"], strict=False):
+        assert back_s == pytest.approx(gone_s + 100)
+    assert len(at["notice"]) == pytest.approx(len(at["gone"]) / 2, rel=0.05)
+    assert fates(Cluster(hosts=(Hosts(bandwidth_gbit_per_s=1.0),), compute=Compute(step_s=1.0)), until_s=1e9) == []
+
+
+def test_what_is_said_of_spot_hosts_is_refused_without_preemptions() -> None:
+    for key, value in {"notice_s": 30.0, "spot_price_per_hour": 0.3}.items():
+        text = f"[[hosts]]\nbandwidth_gbit_per_s = 1\n{key} = {value}\n[compute]\nstep_s = 1.0\n"
+        with pytest.raises(UsageError, match=f"line 1: {key} is of .*preemptions_per_hour"):
+            parse(text, where="it")
+        good = parse(text.replace("[compute]", "preemptions_per_hour = 0.1\n[compute]"), where="it")
+        assert parse(as_toml(good), where="again") == good
+
+
+@pytest.mark.parametrize("line", ["back_after_s = -1", "price_per_hour = 'two'", "preemption_per_hour = 1"])
+def test_nonsense_about_failures_is_refused(line: str) -> None:
+    with pytest.raises(UsageError, match=f"it, line 3: .*{line.split(' ')[0]}"):
+        parse(f"[[hosts]]\nbandwidth_gbit_per_s = 1\n{line}\n[compute]\nstep_s = 1.0\n", where="it")

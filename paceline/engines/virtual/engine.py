@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -13,18 +14,34 @@ from paceline.engines.directory_reporter import DirectoryReporter
 from paceline.engines.scripting import Outcome, outcome_of, run_program
 from paceline.engines.standing import Progress, Watcher
 from paceline.engines.virtual.computing.backward import BackwardEnds
-from paceline.engines.virtual.computing.durations import failure_s
 from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.isolation import interpreter
 from paceline.engines.virtual.isolation.surroundings import Surroundings
 from paceline.engines.virtual.job import VirtualJob
-from paceline.engines.virtual.process import Scheduler
+from paceline.engines.virtual.process import Process, Scheduler
+from paceline.engines.virtual.survival.fleet import Fleet
+from paceline.engines.virtual.survival.ledger import Ledger
+from paceline.engines.virtual.survival.lives import Lives
+from paceline.engines.virtual.survival.roll import Roll
 from paceline.engines.virtual.worlds import Worlds
 from paceline.engines.world import World, enter_here
 from paceline.errors import Aborted, CallMismatch, RunFailed, UsageError
+from paceline.membership import Membership
 from paceline.records import Record
+from paceline.seeding import derive
 
 _ENDING = "the run is ending because another member failed"
+
+
+@dataclass(frozen=True)
+class LostHost:
+    """A host whose failure, or preemption, has ended a run."""
+
+    host: str
+    at_s: float
+    """Virtual time since the run began."""
+    down_s: float
+    """Until it can begin anew; infinite: never."""
 
 
 @final
@@ -34,8 +51,14 @@ class VirtualRun:
     Raises UsageError if the cluster has no room for the job, or this machine lacks the device that it asks for.
     """
 
-    def __init__(self, job: VirtualJob, directory: Path, watcher: Watcher) -> None:
+    def __init__(
+        self, job: VirtualJob, directory: Path, watcher: Watcher, *, ledger: Ledger | None = None, attempt: int = 0
+    ) -> None:
+        """`attempt`: how often it has begun before; what was counted then goes on in `ledger`."""
         self._job, self._watcher = job, watcher
+        self.ledger, self.attempt = ledger or Ledger(), attempt
+        self.lost: LostHost | None = None
+        """What has ended the run."""
         self._host_names = job.cluster.names()
         self._timeline = EventQueue()
         self._reporter = DirectoryReporter(directory, job.config, self._on_records)
@@ -47,7 +70,33 @@ class VirtualRun:
         self._surroundings = Surroundings(self._scheduler, backward, watcher.on_output)
         self._outcomes: dict[int, Outcome] = {}
         self._dead: set[str] = set()
+        self._lost: set[int] = set()  # ranks without whom others go on
         self._is_ending = False
+        self._present: dict[int, World] = {}
+        self._fleet = self._roll = None
+        if job.config.elastic is not None:
+            self._roll = Roll(
+                job.config.elastic,
+                self._timeline,
+                self.ledger,
+                membership=Membership.first(job.num_workers),
+                reform_s=job.cluster.recovery.reform_s,
+                meet=lambda membership: self._worlds.meet(membership.ranks),
+                epoch_of=lambda rank: self._present[rank].epoch(),
+                event=self._reporter.event,
+            )
+            self._fleet = Fleet(
+                job.cluster,
+                job.config.elastic,
+                self._timeline,
+                self._roll,
+                self.ledger,
+                host_of=self._worlds.host_of,
+                spawn=self._spawn,
+                kill=self._kill,
+                event=self._reporter.event,
+                say=self._say,
+            )
 
     def run(self) -> None:
         """Return when every worker has ended well.
@@ -63,6 +112,7 @@ class VirtualRun:
                     self._start()
                     self._simulate()
                     self._end()
+                self._tell_goodput()
                 self._reporter.event("interrupted" if self._reporter.stop_requested() else "ended")
             except (RunFailed, UsageError) as failure:
                 self._reporter.event("failed", error=str(failure))
@@ -74,11 +124,25 @@ class VirtualRun:
         places = self._worlds.places
         self._reporter.event("started", workers=self._names_of(places.workers), servers=self._names_of(places.servers))
         for rank in range(self._job.num_workers):
-            self._scheduler.spawn(f"worker-{rank}", partial(self._work, rank))
-        for host in sorted({*places.workers, *places.servers}):
-            time_s = failure_s(self._job.cluster.compute, seed=self._job.config.seed, host=host)
-            if time_s < math.inf:
-                self._timeline.at(time_s, self._lose, host)
+            self._spawn(rank)
+        if self._fleet is None:
+            for rank, host in enumerate(places.workers):
+                self.ledger.begins(rank, self._timeline.now_s, price_per_hour=self._price_per_hour(host))
+        cluster, fleet = self._job.cluster, self._fleet
+        lives = Lives(
+            cluster,
+            self._timeline,
+            seed=derive(self._job.config.seed, "attempt", self.attempt) if self.attempt else self._job.config.seed,
+            on_notice=fleet.notice if fleet is not None else lambda host, notice_s: None,
+            on_gone=self._lose,
+            on_back=lambda host: fleet.replace() if fleet is not None else None,
+        )
+        if fleet is not None:
+            fleet.lives = lives
+        lives.begin(range(cluster.num_hosts) if fleet is not None else sorted({*places.workers, *places.servers}))
+
+    def _spawn(self, rank: int) -> None:
+        self._scheduler.spawn(f"worker-{rank}", partial(self._work, rank))
 
     def _simulate(self) -> None:
         try:
@@ -110,7 +174,10 @@ class VirtualRun:
         """Run a worker's program in a world of its own, and note how that ended."""
         world: World | None = None
         try:
-            world = self._worlds.of(rank, self._scheduler.processes[rank], before_step=self._require_going)
+            process = self._process_of(rank)
+            before_step = partial(self._require_going, process)
+            world = self._worlds.of(rank, process, before_step=before_step, roll=self._roll)
+            self._present[rank] = world
             enter_here(world)
             run_program(self._job.program)
             for finish in world.at_end:
@@ -122,30 +189,89 @@ class VirtualRun:
             if world is not None:
                 world.release()
             enter_here(None)
+        if rank in self._lost:
+            return
         self._outcomes[rank] = outcome
         self._is_ending = self._is_ending or outcome.error is not None
+        if self._fleet is not None:
+            self._timeline.at(self._timeline.now_s, self._fleet.end, rank)
 
-    def _require_going(self) -> None:
-        """Nobody begins another step once a worker has failed."""
+    def _require_going(self, process: Process) -> None:
+        """Nobody begins another step once a worker has failed. Where workers die, none is ahead of the others by more
+        than a step."""
         if self._is_ending:
             raise Aborted(_ENDING)
+        if self._fleet is not None:
+            process.settle()
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
     def _lose(self, host: int) -> None:
-        """A host fails: its workers and servers die, and the run ends."""
+        """A host is gone, and its workers and servers are dead: the others go on, or the run ends."""
+        if self._fleet is not None and self._reporter.progress.phase == "training":
+            self._fleet.go(host)
+            return
         places = self._worlds.places
         names = [f"worker-{rank}" for rank, where in enumerate(places.workers) if where == host]
         names += [f"server-{index}" for index, where in enumerate(places.servers) if where == host]
+        if not names:
+            return
         self._dead |= set(names)
         self._is_ending = True
+        self.lost = LostHost(self._host_names[host], self._timeline.now_s, self._down_s(host))
+        self.ledger.close(self._timeline.now_s)
         self._reporter.event("lost", host=self._host_names[host], members=names, virtual_time_s=self._timeline.now_s)
         self._scheduler.abort(Aborted(f"{self._host_names[host]} failed"))
 
+    def _kill(self, rank: int) -> bool:
+        """End a worker's process, without whom others go on; false where it was over, or has not begun."""
+        self._lost.add(rank)
+        started = [process for process in self._scheduler.processes if process.name == f"worker-{rank}"]
+        for process in started:
+            if process.is_over:
+                return False
+            self._scheduler.end(process, Aborted("its host is gone"))
+        return True
+
+    def _process_of(self, rank: int) -> Process:
+        return next(process for process in self._scheduler.processes if process.name == f"worker-{rank}")
+
+    def begins_anew(self, *, host: str, iteration: int, again_s: float, down_s: float) -> None:
+        """The host was lost, and the run goes on from a checkpoint: so much is done again, after so long."""
+        places = self._worlds.places
+        price_per_hour = sum(map(self._price_per_hour, places.workers))
+        self.ledger.waits(self._job.num_workers, again_s=again_s, down_s=down_s, price_per_hour=price_per_hour)
+        self._reporter.event("restarted", host=host, checkpoint=iteration, again_s=again_s, down_s=down_s)
+        self._say(f"{host} is lost; the run begins anew from iteration {iteration}, {down_s:g} s later")
+
+    def _tell_goodput(self) -> None:
+        if self._fleet is None and not self._job.cluster.can_fail:
+            return
+        self.ledger.close(self._timeline.now_s)
+        self._reporter.event("goodput", virtual_time_s=self._timeline.now_s, **self.ledger.details())
+
+    def _down_s(self, host: int) -> float:
+        """Until the run can begin anew: on a host that is free, or when this one is back."""
+        cluster, places = self._job.cluster, self._worlds.places
+        back_after_s = cluster.each_host()[host].back_after_s
+        num_taken = len(places.workers) + len(set(places.servers) - set(places.workers))
+        if cluster.num_slots > num_taken:
+            back_after_s = 0.0
+        return cluster.recovery.start_s + (math.inf if back_after_s is None else back_after_s)
+
+    def _price_per_hour(self, host: int) -> float:
+        """Of a worker's part of its host."""
+        kind = self._job.cluster.each_host()[host]
+        return kind.paid_per_hour / kind.slots
+
+    def _say(self, line: str) -> None:
+        with self._surroundings.not_heard():
+            self._watcher.on_output("run", line)
+
     def _statements(self) -> list[Statement]:
         members = []
-        for rank, process in enumerate(self._scheduler.processes):
-            outcome = self._outcomes.get(rank)
+        for process in self._scheduler.processes:
+            outcome = self._outcomes.get(int(process.name.partition("-")[2]))
             num_steps = outcome.num_steps if outcome is not None else 0
             members.append(Statement(process.name, None, num_steps, outcome, is_dead=process.name in self._dead))
         for server in self._worlds.servers:

@@ -15,7 +15,7 @@ class EventQueue:
     def __init__(self) -> None:
         self.now_s = 0.0
         self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
-        self._num_asked = 0
+        self._num_asked = self._num_meanwhile = 0
         self._is_stopped = False
 
     def at(self, time_s: float, action: Callable[..., object], *arguments: Any) -> None:
@@ -24,14 +24,23 @@ class EventQueue:
         now_s = self.now_s
         heapq.heappush(self._events, (time_s if time_s > now_s else now_s, self._num_asked, action, arguments))
 
+    def meanwhile(self, time_s: float, action: Callable[..., object], *arguments: Any) -> None:
+        """As `at`, for what nobody waits for: if nothing else is left, it does not happen."""
+        self._num_meanwhile += 1
+        self.at(time_s, self._call_meanwhile, action, arguments)
+
     def run(self) -> None:
         """Call actions until none is left or one of them calls `stop`."""
         events, pop = self._events, heapq.heappop
         self._is_stopped = False
-        while events and not self._is_stopped:
+        while len(events) > self._num_meanwhile and not self._is_stopped:
             self.now_s, _, action, arguments = pop(events)
             action(*arguments)
 
     def stop(self) -> None:
         """Let `run` return once the present action is over."""
         self._is_stopped = True
+
+    def _call_meanwhile(self, action: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+        self._num_meanwhile -= 1
+        action(*arguments)

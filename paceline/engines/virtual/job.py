@@ -16,3 +16,5 @@ class VirtualJob:
     cluster: Cluster
     config: RunConfig
     checkpoint: bytes | None = None
+    num_at_start: int | None = None
+    """Workers that the run began with, where an elastic one was resumed with others."""

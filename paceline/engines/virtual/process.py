@@ -46,6 +46,8 @@ class Process:
         self.is_over = False
         self.doom: PacelineError | None = None
         """What its present wait, and every later one, raises."""
+        self.is_dead = False
+        """What it was about to do when it died does not happen."""
         self.random, self.modes = RandomState(), modes()
         self.timeline = scheduler.timeline
         self.lead: Lead | None = None
@@ -85,9 +87,13 @@ class Process:
     def post(self, action: Callable[..., object], *arguments: object) -> None:
         """Have `action(*arguments)` called at this process's time."""
         if self.lead is not None and self.lead.is_under_way:
-            self.lead.act(action, *arguments)
+            self.lead.act(self._act, action, *arguments)
         else:
-            self.timeline.at(self._clock_s, action, *arguments)
+            self.timeline.at(self._clock_s, self._act, action, *arguments)
+
+    def _act(self, action: Callable[..., object], *arguments: object) -> None:
+        if not self.is_dead:
+            action(*arguments)
 
     def settle(self) -> None:
         """Let others run until the timeline has come to this process's time."""
@@ -173,6 +179,12 @@ class Scheduler:
         for process in self.processes:
             while not process.is_over:
                 self.resume(process)
+
+    def end(self, process: Process, error: PacelineError) -> None:
+        """End one process, as if its host had died: the others go on."""
+        process.doom, process.is_dead = process.doom or error, True
+        while not process.is_over:
+            self.resume(process)
 
     def resume(self, process: Process) -> None:
         """Run a process until it waits or is over."""

@@ -10,7 +10,7 @@ from paceline.checkpoint import Checkpoint
 from paceline.cluster.description import Cluster
 from paceline.cluster.placement import place
 from paceline.comm.alone import AloneCollective
-from paceline.comm.base import Collective, Store
+from paceline.comm.base import Collective, Store, Timing
 from paceline.comm.mailbox import Mailbox
 from paceline.comm.servers.group import ServerGroup
 from paceline.engines.virtual.carrier import VirtualCarrier
@@ -27,6 +27,8 @@ from paceline.engines.virtual.network.meeting import Meeting
 from paceline.engines.virtual.network.wiring import Wiring
 from paceline.engines.virtual.process import Process
 from paceline.engines.virtual.server import EPOCH, VirtualServer
+from paceline.engines.virtual.survival.reforming import VirtualReforming
+from paceline.engines.virtual.survival.roll import Roll
 from paceline.engines.world import World, device_of
 from paceline.errors import UsageError
 from paceline.layout import Layout
@@ -58,13 +60,11 @@ class Worlds:
         links = Wiring(cluster, [self._thread(host) for host in range(len(self._hosts))] if self._cores else ())
         network = partial(Network, timeline, unevenness=cluster.communication.unevenness, seed=job.config.seed)
         self._messages = network(links.between_workers)
-        self._meeting = Meeting(
-            timeline,
-            network(links),
-            host_of=self.places.workers,
-            ranks_by_host=self.places.ranks_by_host,
-            messages=self._messages,
-        )
+        self._timeline, self._operations = timeline, network(links)
+        self.host_of = dict(enumerate(self.places.workers))
+        """Of each rank; those who join are added."""
+        self._costs: dict[int, StepCost] = {}
+        self._meeting = self.meet(tuple(self.host_of))
         self._offices: list[PostOffice] = []
         hosts, leaders = self.places.ranks_by_host, [ranks[0] for ranks in self.places.ranks_by_host]
         self._groups: list[tuple[Sequence[int], Meeting]] = []
@@ -91,9 +91,29 @@ class Worlds:
             for index, host in enumerate(self.places.servers)
         ]
 
-    def of(self, rank: int, process: Process, *, before_step: Callable[[], None]) -> World:
-        """The world of a rank. `before_step` is called when a step's computing begins, and may raise to end the
-        worker."""
+    def meet(self, ranks: Sequence[int]) -> Meeting:
+        """A new place for operations of these ranks, who are known there by their places among them."""
+        hosts = [self.host_of[rank] for rank in ranks]
+        by_host: dict[int, list[int]] = {}
+        for number, host in enumerate(hosts):
+            by_host.setdefault(host, []).append(number)
+        return Meeting(
+            self._timeline,
+            self._operations,
+            host_of=hosts,
+            ranks_by_host=list(by_host.values()),
+            messages=self._messages,
+        )
+
+    def of(self, rank: int, process: Process, *, before_step: Callable[[], None], roll: Roll | None = None) -> World:
+        """The world of a rank.
+
+        Args:
+            before_step: is called when a step's computing begins, and may raise to end the worker.
+            roll: of a run whose workers come and go.
+        """
+        if roll is not None:
+            return self._changing(rank, process, before_step=before_step, roll=roll)
         job = self._job
         local_ranks = next(ranks for ranks in self.places.ranks_by_host if rank in ranks)
         collective = self._collective(rank, process)
@@ -110,8 +130,57 @@ class Worlds:
             connect_mailbox=partial(self._mailbox, rank, process, count()) if job.num_workers > 1 else None,
             pacing=self._pace(rank, process, num_sharing=len(local_ranks), before_step=before_step),
         )
-        checkpoint = Checkpoint.decode(job.checkpoint, where="the checkpoint") if job.checkpoint is not None else None
+        return self._world(context)
+
+    def _changing(self, rank: int, process: Process, *, before_step: Callable[[], None], roll: Roll) -> World:
+        """Of a worker whom others may lose, and who may join them."""
+        joins = rank >= self._job.num_workers
+        ranks = (rank,) if joins else tuple(range(self._job.num_workers))
+        beside = [other for other in ranks if self.host_of[other] == self.host_of[rank]]
+        connect = partial(self._connect, process)
+        collective = AloneCollective() if joins else connect(roll.meeting, place=rank, timing=Timing())
+        reform = VirtualReforming(
+            roll,
+            process,
+            collective,
+            rank=rank,
+            host_of=self.host_of.__getitem__,
+            connect=connect,
+            send=self._messages.send,
+            joins=joins,
+        )
+        context = Context(
+            rank=rank,
+            membership=Membership(EPOCH, ranks),
+            local_rank=beside.index(rank),
+            local_size=len(beside),
+            device=self._device,
+            collective=collective,
+            reform=reform,
+            num_at_start=self._job.num_at_start or self._job.num_workers,
+            pacing=self._pace(rank, process, num_sharing=len(beside), before_step=before_step),
+        )
+        return self._world(context, joins=joins)
+
+    def _world(self, context: Context, *, joins: bool = False) -> World:
+        job, checkpoint = self._job, None
+        if job.checkpoint is not None and not joins:
+            checkpoint = Checkpoint.decode(job.checkpoint, where="the checkpoint")
         return World(context, job.strategy, job.config, self._reporter, checkpoint)
+
+    def _connect(self, process: Process, meeting: Meeting, *, place: int, timing: Timing) -> Collective:
+        if meeting.size == 1:
+            return AloneCollective(timing=timing)
+        costs, (message_s, message_core_s) = self._job.cluster.communication, self._message_s
+        return VirtualCollective(
+            meeting,
+            process,
+            rank=place,
+            timing=timing,
+            operation_s=costs.operation_us * _US,
+            message_s=message_s,
+            message_core_s=message_core_s,
+        )
 
     def _thread(self, host: int) -> Thread:
         """A new one on the host's core."""
@@ -131,7 +200,7 @@ class Worlds:
         return Effort(self._thread(host), self._job.cluster.communication.request_core_us * _US / 2)
 
     def _pace(self, rank: int, process: Process, *, num_sharing: int, before_step: Callable[[], None]) -> Pace:
-        cluster, number = self._job.cluster, self.places.workers[rank]
+        cluster, number = self._job.cluster, self.host_of[rank]
         host = self._hosts[number]
         if self._cores and not host.devices:
             num_sharing = 1  # others keep the core busy
@@ -139,7 +208,7 @@ class Worlds:
         return Pace(
             process,
             ComputeTimes(cluster.compute, seed=self._job.config.seed, rank=rank),
-            StepCost(cluster, host, num_sharing=num_sharing),
+            self._costs.setdefault(rank, StepCost(cluster, host, num_sharing=num_sharing, beside=self._costs.get(0))),
             compute=cluster.compute,
             before_step=before_step,
             send=lambda num_bytes, arrive: self._messages.send(number, self.places.workers[0], num_bytes, arrive),

@@ -50,9 +50,10 @@ class ComputeTimes:
 
 @final
 class StepCost:
-    """The mean time of a training step on a host whose cores, or devices, `num_sharing` workers share."""
+    """The mean time of a training step on a host whose cores, or devices, `num_sharing` workers share. `beside`: of a
+    worker that has begun before, whose first step had the samples that `step_s` speaks of."""
 
-    def __init__(self, cluster: Cluster, host: Hosts, *, num_sharing: int) -> None:
+    def __init__(self, cluster: Cluster, host: Hosts, *, num_sharing: int, beside: "StepCost | None" = None) -> None:
         self._compute = cluster.compute
         share = min(1.0, host.devices / num_sharing) if host.devices else 1.0 / num_sharing
         cores = host.cores if cluster.shared_cores is None else 1
@@ -60,7 +61,7 @@ class StepCost:
         self._core_speed = host.speed * min(1.0, cores / num_sharing)
         self._speed = host.speed * share
         self._flop_per_s = (host.gflop_per_s or 0.0) * _GIGA * (1 if host.devices else cores) * self._speed
-        self._reference_samples: int | None = None
+        self._reference_samples: int | None = beside._reference_samples if beside is not None else None
 
     def on_this_host_s(self, seconds: float) -> float:
         """What takes a core of a host of speed 1 so long."""
@@ -86,9 +87,3 @@ class StepCost:
             return compute.reference_s * num_samples / (self._reference_samples or num_samples) / self._speed
         called_s = forward_calls * compute.dispatch_us * 1e-6 / self._core_speed
         return forward_flop / (1 - compute.backward_share) / self._flop_per_s + called_s
-
-
-def failure_s(compute: Compute, *, seed: int, host: int) -> float:
-    """When a host fails, in seconds of virtual time; infinite where hosts do not fail."""
-    rate = compute.failures_per_hour / 3600
-    return random.Random(derive(seed, "failure", host)).expovariate(rate) if rate else math.inf

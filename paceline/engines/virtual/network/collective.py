@@ -14,19 +14,22 @@ from paceline.comm.works import WhenWaitedFor
 from paceline.engines.virtual.network import patterns
 from paceline.engines.virtual.network.meeting import Awaited, Call, Meeting, Operation, Parcel
 from paceline.engines.virtual.process import Process, Signal
-from paceline.errors import Aborted, PacelineError, UsageError
+from paceline.errors import Aborted, PacelineError, PeerLost, UsageError
 
 _WORD_BYTES = 8
 
 
 @final
 class VirtualCollective(Collective):
-    """One rank's end. Tensors are reduced in rank order, as in shared memory, whatever way their messages take.
+    """One rank's end. Tensors are reduced in rank order, as in shared memory, whatever way their messages take. What
+    all ranks have come to, all complete, also if one dies in it.
 
     A tensor that is sent is copied, and may be changed at once. One that is reduced in place must be left alone until
     the work is over. Operations and messages take the rank itself `operation_s` and `message_s`, of which
     `message_core_s` need its core. `is_lost` draws whether a message that is sent once is lost.
     """
+
+    completes_alike = True
 
     def __init__(
         self,
@@ -34,19 +37,23 @@ class VirtualCollective(Collective):
         process: Process,
         *,
         rank: int,
+        timing: Timing | None = None,
         operation_s: float = 0.0,
         message_s: float = 0.0,
         message_core_s: float = 0.0,
         is_lost: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank, self.size = rank, meeting.size
-        self.timing = Timing()
+        self.timing = timing or Timing()
+        self.lost_since_s: float | None = None
+        """Since when this rank has waited for one that was gone."""
         self._meeting, self._process = meeting, process
         self._operation_s, self._message_s, self._is_lost = operation_s, message_s, is_lost
         self._message_core_s = message_core_s
         self._parts: tuple[VirtualCollective, VirtualCollective | None] | None = None
         self._num_operations = 0
         self._failure: PacelineError | None = None
+        self._waited_since_s = 0.0
 
     def allocate(self, num_bytes: int) -> Tensor:
         if num_bytes <= 0:
@@ -238,6 +245,7 @@ class VirtualCollective(Collective):
         self._process.wait(signal, what)
         elapsed_s = self._process.now_s - began_s
         came_s = ready_s()
+        self._waited_since_s = began_s
         waiting_s = 0.0 if came_s is None else min(elapsed_s, max(0.0, came_s - began_s))
         self.timing.waiting_s += waiting_s
         self.timing.communication_s += elapsed_s - waiting_s
@@ -268,10 +276,12 @@ class _OperationWork(Work):
         """Raises TensorMismatch if ranks do not ask for the same."""
         collective, number = self._collective, self._number
         meeting, rank = collective._meeting, collective.rank
-        collective._wait(self._call.done, self._what, lambda: self._operation().last_s)
+        collective._wait(self._call.done, self._what, lambda: self._operation().ready_s)
         self._is_over = True
         operation = self._operation()
         if operation.error is not None:
+            if isinstance(operation.error, PeerLost):
+                collective.lost_since_s = collective.lost_since_s or collective._waited_since_s
             raise collective._fail(type(operation.error)(str(operation.error)))
         assert operation.exchange is not None
         collective.timing.moved_bytes += int(operation.exchange.sent_bytes[rank])

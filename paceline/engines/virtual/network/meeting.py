@@ -1,5 +1,6 @@
 """Where the ranks of a virtual world meet for collective operations and messages."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from paceline.engines.virtual.network.exchange import Exchange
 from paceline.engines.virtual.network.links import Network
 from paceline.engines.virtual.network.patterns import Pattern
 from paceline.engines.virtual.process import Signal
-from paceline.errors import CallMismatch, PacelineError, TensorMismatch
+from paceline.errors import CallMismatch, PacelineError, PeerLost, TensorMismatch
 
 
 @dataclass(eq=False)
@@ -42,6 +43,11 @@ class Operation:
         self.signature = first.signature
         self.num_left = 0
         """Ranks that have yet to take its result."""
+
+    @property
+    def ready_s(self) -> float | None:
+        """When the last rank came; without an end where they wait for one that is gone."""
+        return math.inf if isinstance(self.error, PeerLost) else self.last_s
 
     def payloads(self) -> list[Any]:
         """In rank order."""
@@ -90,6 +96,9 @@ class Meeting:
         self._operations: dict[int, Operation] = {}
         self._parcels: dict[tuple[int, int], deque[Parcel]] = {}
         self._awaited: dict[tuple[int, int], deque[Awaited]] = {}
+        self._lost: str | None = None
+        self.met_s = timeline.now_s
+        """When all last came to an operation."""
 
     # --- collective operations ----------------------------------------------------------------------------------
 
@@ -113,17 +122,31 @@ class Meeting:
                 f"ranks do not ask for the same: rank {first} for {operation.signature}, "
                 f"rank {rank} for {call.signature}; {ALIKE}"
             )
+        if self._lost is not None and operation.error is None:
+            operation.error = PeerLost(self._lost)
         if operation.error is not None:
-            for other in operation.calls.values():
-                if other.done.fired_s is None:
-                    other.done.fire(self._timeline)
+            self._break_off(operation)
             return
         if len(operation.calls) == self.size:
-            operation.last_s = self._timeline.now_s
+            operation.last_s = self.met_s = self._timeline.now_s
             if call.complete is not None:
                 call.complete(operation)
         assert operation.exchange is not None
         operation.exchange.join(rank)
+
+    def lose(self, reason: str) -> None:
+        """A rank is gone, or takes no further part. What all have come to is completed by all that are left, and
+        nothing else: so either all have a result or nobody has."""
+        self._lost = reason
+        for operation in self._operations.values():
+            if len(operation.calls) < self.size and operation.error is None:
+                operation.error = PeerLost(reason)
+                self._break_off(operation)
+
+    def _break_off(self, operation: Operation) -> None:
+        for call in operation.calls.values():
+            if call.done.fired_s is None:
+                call.done.fire(self._timeline)
 
     def _through(self, operation: Operation, rank: int) -> None:
         if operation.error is None:

@@ -221,10 +221,11 @@ def plan(
 
 
 def best_of(points: Sequence[Point]) -> Point:
-    """The one with the fewest workers, then servers, of those that are within 5 % of the best."""
+    """The one with the fewest workers, then servers, of those that are within 5 % of the best; of equal ones the first,
+    which is the simplest."""
     top = max(point.merit for point in points)
     close = [point for point in points if point.merit >= (1 - CLOSE) * top]
-    return min(close, key=lambda point: (point.prediction.workers, point.prediction.servers, -point.merit))
+    return min(close, key=lambda point: (point.prediction.workers, point.prediction.servers, -round(point.merit, 6)))
 
 
 def worker_counts(most: int) -> list[int]:
@@ -259,7 +260,7 @@ def _choices(cluster: Cluster, text: str, most: int) -> Iterator[tuple[Strategy,
     for workers in worker_counts(most):
         counts = [2**exponent for exponent in range(workers.bit_length())]
         choices = [{"servers": servers} for servers in counts] if has_servers else [{}]
-        choices += [{"every": every} for every in PERIODS] if has_rounds else []
+        choices += [{"every": every} for every in PERIODS] if has_rounds and workers > 1 else []
         for strategy in (build(text, each) for each in choices):
             if _can_run(cluster, strategy, workers):
                 yield strategy, workers

@@ -116,6 +116,12 @@ def test_bandwidth_decides_the_family() -> None:
     assert f"{slow.best.label} {slow.best.drift:.1f}" in said
 
 
+def test_one_worker_needs_no_rounds() -> None:
+    """With the noise of a tenth of a batch no exchange pays; of names that are the same then, it is the simplest."""
+    found = planned(0.05, noise=NoiseScale(3.0))
+    assert (found.best.label, found.best.prediction.workers) == ("single", 1)
+
+
 def test_what_rounds_cost_is_in_the_time_to_target() -> None:
     found = planned(0.05)
     for every in (2, 5, 10, 20):

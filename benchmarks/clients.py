@@ -3,7 +3,8 @@
     python benchmarks/clients.py
 
 FedLab's setting (Zeng et al., JMLR 2023): Dirichlet 0.5, a tenth of the clients a round, five steps of 0.1 with all of
-a client's samples, the perceptron of the FedAvg paper. It is a study in `studies`, which goes on where it was.
+a client's samples, the perceptron of the FedAvg paper. Last comes what not to send: the largest of the weights
+themselves, with 0 for the others (sparse_weights.py). It is a study in `studies`, which goes on where it was.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from paceline.lab.study import Study
 from paceline.lab.variant import Variant
 
 SCRIPT = Path(__file__).parents[1] / "recipes" / "mnist.py"
+OF_WEIGHTS = Path(__file__).with_name("sparse_weights.py")
 SETTING = "clients=100:fraction=0.1:epochs=5:partition=dirichlet:partition.alpha=0.5"
+PLAIN = f"fed-avg:{SETTING}"
 METHODS = {
-    "all of the change": f"fed-avg:{SETTING}",
+    "all of the change": PLAIN,
     "QSGD, 4 bits": f"fed-avg:{SETTING}:codec=qsgd:codec.bits=4",
     "top 5 %, the rest kept": f"fed-avg:{SETTING}:optimizer=kept:codec=top-k:codec.ratio=0.05",
     "top 5 %, the rest forgotten": f"fed-avg:{SETTING}:codec=forgetful-top-k:codec.ratio=0.05",
@@ -61,9 +64,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("studies") / "clients")
     args = parser.parse_args()
-    study = Study.run(
-        SCRIPT,
-        strategies=list(METHODS.values()),
+    table = Table()
+    table.add_column("sent")
+    for title in ("accuracy", "range", "best"):
+        table.add_column(title, justify="right")
+    study = conduct(SCRIPT, list(METHODS.values()), args, out=args.out)
+    for name, text in METHODS.items():
+        table.add_row(name, *cells(study, text))
+    weights = conduct(OF_WEIGHTS, [PLAIN], args, out=args.out.with_name(f"{args.out.name}-weights"))
+    table.add_row("top 5 % of the weights", *cells(weights, PLAIN))
+    tell([table], {"rounds": args.rounds, "seeds": args.seeds})
+
+
+def conduct(script: Path, strategies: Sequence[str], args: argparse.Namespace, *, out: Path) -> Study:
+    return Study.run(
+        script,
+        strategies=strategies,
         workers=[1],
         seeds=args.seeds,
         max_steps=args.rounds,
@@ -71,19 +87,16 @@ def main() -> None:
         engine="virtual",
         cluster="lab-1gbe",
         arguments=["--model", "mlp", "--lr", "0.1", "--batch-size", "60000", "--passes", str(args.rounds)],
-        out=args.out,
+        out=out,
     )
-    table = Table()
-    table.add_column("sent")
-    for title in ("accuracy", "range", "best"):
-        table.add_column(title, justify="right")
+
+
+def cells(study: Study, strategy: str) -> tuple[str, str, str]:
     trials = study.frames.trials
-    for name, text in METHODS.items():
-        own = trials[trials["strategy"] == Variant.parse(text).text]
-        last = own["last_metric"]
-        spread = f"{last.min():.2%} to {last.max():.2%}" if len(own) > 1 else ""
-        table.add_row(name, f"{last.mean():.2%}", spread, f"{own['best_metric'].max():.2%}")
-    tell([table], {"rounds": args.rounds, "seeds": args.seeds})
+    own = trials[trials["strategy"] == Variant.parse(strategy).text]
+    last = own["last_metric"]
+    spread = f"{last.min():.2%} to {last.max():.2%}" if len(own) > 1 else ""
+    return f"{last.mean():.2%}", spread, f"{own['best_metric'].max():.2%}"
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
-"""How fast codecs encode and decode on one core, and how long an average of gradients takes through them between two
-processes over gloo, beside torch's own hooks of DistributedDataParallel.
+"""How fast codecs encode and decode on one core, and how long an average of gradients takes through them over gloo,
+between processes or hosts, beside torch's own hooks of DistributedDataParallel, in turns.
 
     python benchmarks/coding.py speed      # seconds for a GB of float32, what `seconds_per_gbyte` says
-    python benchmarks/coding.py hooks      # milliseconds of an average of 33 MB of gradients
+    python benchmarks/coding.py hooks      # milliseconds of an average of 33 MB of gradients, between two processes
+    sudo python benchmarks/coding.py hooks --workers 8 --mbit 1000     # between hosts: network namespaces (Linux)
     python benchmarks/coding.py figure     # docs/figures/codecs.svg: predicted steps against bandwidth
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from namespaces import address_of, network
 from plots import Series, line_chart
+from report import tell
+from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -42,6 +48,7 @@ SHAPES = [(1024, 1024)] * 8
 NUM_ROUNDS = 24
 GBIT_PER_S = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0)
 STEP_S = 0.3
+PORT, TIMEOUT_S = 29_500, 3600.0
 FIGURE = Path(__file__).parents[1] / "docs/figures/codecs.svg"
 
 
@@ -49,14 +56,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["speed", "hooks", "figure"])
     parser.add_argument("--workers", type=int, default=2, help="processes that hooks are compared in")
+    parser.add_argument("--mbit", type=float, help="of links between hosts, a worker each")
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help="that hooks are compared in")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     what = args.what
     if what == "speed":
         speed()
     elif what == "figure":
         FIGURE.write_text(figure())
+    elif args.rank is not None:
+        first, own = address_of(1), address_of(args.rank + 1)
+        compare(args.rank, args.workers, args.rounds, first, own, PORT)
+    elif args.mbit is not None:
+        among_hosts(args.workers, args.rounds, args.mbit)
     else:
-        mp.spawn(compare, args=(args.workers, _free_port()), nprocs=args.workers)
+        here = "127.0.0.1"
+        mp.spawn(compare, args=(args.workers, args.rounds, here, here, _free_port()), nprocs=args.workers)
+
+
+def among_hosts(workers: int, rounds: int, mbit: float) -> None:
+    with network(workers) as net:
+        net.limit(mbit)
+        command = [sys.executable, str(Path(__file__).resolve()), "hooks", "--workers", str(workers)]
+        command += ["--rounds", str(rounds)]
+        ranks = {host: [*command, "--rank", str(rank)] for rank, host in enumerate(net.hosts)}
+        print(net.run_all(ranks, timeout_s=TIMEOUT_S)[0].rstrip())
 
 
 def low(taken_s: list[float]) -> float:
@@ -139,35 +164,45 @@ def figure() -> str:
 # --- beside torch's hooks --------------------------------------------------------------------------------------------
 
 
-def compare(rank: int, size: int, port: int) -> None:
+def compare(rank: int, size: int, rounds: int, first: str, own: str, port: int) -> None:
+    """Args: first: address of the first worker. own: of this one."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as Paceline's workers do
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR=first, MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=size)
-    store = dist.TCPStore("127.0.0.1", port + 1, size, rank == 0, timeout=timedelta(seconds=60))
-    collective = connect_gloo(store, rank=rank, size=size, address="127.0.0.1")
+    store = dist.TCPStore(first, port + 1, size, rank == 0, timeout=timedelta(seconds=60))
+    collective = connect_gloo(store, rank=rank, size=size, address=own)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
     pairs: list[tuple[str, Codec | None, Any, Any]] = [
-        ("none", None, None, None),
-        ("fp16", FP16(feedback=False), default_hooks.fp16_compress_hook, None),
-        ("fp16, feedback", FP16(), None, None),
-        ("int8", Int8(feedback=False), None, None),
-        ("int8, feedback", Int8(), None, None),
+        ("no codec", None, None, None),
+        ("fp16:feedback=false", FP16(feedback=False), default_hooks.fp16_compress_hook, None),
+        ("fp16", FP16(), None, None),
+        ("int8:feedback=false", Int8(feedback=False), None, None),
+        ("int8", Int8(), None, None),
         ("powersgd", PowerSGD(rank=4, start=0), powerSGD_hook.powerSGD_hook, state),
     ]
-    if rank == 0:
-        print(f"{'codec':<16}{'paceline ms':>14}{'torch ms':>12}")
+    table = Table()
+    table.add_column("codec")
+    for title in ("Paceline, ms", "torch, ms", "of torch's"):
+        table.add_column(title, justify="right")
     for name, codec, hook, hook_state in pairs:
         mine = ours(collective, codec)
-        theirs = torchs(hook, hook_state) if hook is not None or codec is None else float("nan")
+        theirs = torchs(hook, hook_state) if hook is not None or codec is None else None
+        taken = [(mine(step), theirs() if theirs is not None else (math.nan, 0.0)) for step in range(rounds)]
+        mine_s = low([own_s for own_s, _ in taken])
+        theirs_s = low([both[0] for _, both in taken]) - low([both[1] for _, both in taken])
+        cells = (f"{mine_s * 1e3:.0f}", f"{theirs_s * 1e3:.0f}", f"{mine_s / theirs_s:.2f}")
+        table.add_row(f"`{name}`", *("" if cell == "nan" else cell for cell in cells))
         if rank == 0:
-            print(f"{name:<16}{mine * 1e3:>14.1f}{theirs * 1e3:>12.1f}", flush=True)
+            print(name, *cells, flush=True)
+    if rank == 0:
+        tell([table], {"workers": size, "rounds": rounds})
     collective.close()
     dist.destroy_process_group()
 
 
-def ours(collective: Any, codec: Codec | None) -> float:
-    """An average of gradients that lie in a bucket."""
+def ours(collective: Any, codec: Codec | None) -> Callable[[int], float]:
+    """What times an average of gradients that lie in a bucket."""
     layout: Layout = in_buckets(
         [TensorSpec(str(number), shape, torch.float32) for number, shape in enumerate(SHAPES)], bucket_bytes=1 << 30
     )
@@ -177,16 +212,17 @@ def ours(collective: Any, codec: Codec | None) -> float:
     bucket = Bucket(flat, flat[:end], flat[end:])
     coding = None if codec is None else Coding(codec)
     exchange = Exchange(collective, [bucket], coding=coding, layout=layout)
-    taken = []
-    for step in range(NUM_ROUNDS):
+
+    def timed(step: int) -> float:
         bucket.values.normal_()
         bucket.flags.zero_()
         collective.barrier()
         began = time.perf_counter()
         exchange.start(0, step=step).wait()
         exchange.settle(is_applied=True)
-        taken.append(time.perf_counter() - began)
-    return low(taken)
+        return time.perf_counter() - began
+
+    return timed
 
 
 class Tables(nn.Module):
@@ -200,24 +236,24 @@ class Tables(nn.Module):
         return torch.stack([(table * g).sum() for table, g in zip(self.tables, gradients, strict=True)]).sum()
 
 
-def torchs(hook: Any, state: Any) -> float:
-    """A backward pass, less what it takes without an average."""
+def torchs(hook: Any, state: Any) -> Callable[[], tuple[float, float]]:
+    """What times a backward pass with an average, and one without."""
     gradients = [torch.randn(shape) for shape in SHAPES]
     model = nn.parallel.DistributedDataParallel(Tables(), bucket_cap_mb=64, gradient_as_bucket_view=True)
     if hook is not None:
         model.register_comm_hook(state, hook)
-    together: list[float] = []
-    alone: list[float] = []
-    for _ in range(NUM_ROUNDS):
-        for taken, is_synchronized in ((alone, False), (together, True)):
-            model.require_backward_grad_sync = is_synchronized
-            loss = model(gradients)
-            dist.barrier()
-            began = time.perf_counter()
-            loss.backward()
-            taken.append(time.perf_counter() - began)
-            model.zero_grad()
-    return low(together) - low(alone)
+
+    def backward_s(is_synchronized: bool) -> float:
+        model.require_backward_grad_sync = is_synchronized
+        loss = model(gradients)
+        dist.barrier()
+        began = time.perf_counter()
+        loss.backward()
+        took_s = time.perf_counter() - began
+        model.zero_grad()
+        return took_s
+
+    return lambda: (backward_s(True), backward_s(False))
 
 
 def _free_port() -> int:

@@ -1,4 +1,5 @@
-"""What each Paceline worker runs in network.py and prediction.py: so many steps of hardly more than the exchange.
+"""What each Paceline worker runs in network.py, prediction.py and slow_links.py: so many steps of hardly more than the
+exchange.
 
 Every worker ends after its own steps, so that under an asynchronous strategy all of them do as many, whether they share
 a host with a server or not.
@@ -21,9 +22,10 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--sleep-s", type=float, default=0.0, help="sleep so long each step, as if computing elsewhere")
+    parser.add_argument("--width", type=int, help="of resnet18, other than its own")
     args = parser.parse_args()
     worker = paceline.init()
-    model = GradientSource(args.model)
+    model = GradientSource(args.model, width=args.width)
     optimizer = make_optimizer(model)
     loader = DataLoader(TensorDataset(torch.ones(args.steps * worker.size)), batch_size=1)
     model, optimizer, loader = worker.prepare(model, optimizer, loader)

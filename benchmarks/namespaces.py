@@ -135,6 +135,11 @@ class Network:
         self.run(host, joining, timeout_s=_JOIN_S)
 
 
+def address_of(number: int) -> str:
+    """Of a host, the first of which has the number 1."""
+    return f"10.77.0.{number}"
+
+
 @contextmanager
 def network(num_hosts: int, *, congestion: str = CONGESTION_CONTROL) -> Iterator[Network]:
     """So many hosts on a switch, without a limit yet.
@@ -152,7 +157,7 @@ def network(num_hosts: int, *, congestion: str = CONGESTION_CONTROL) -> Iterator
         try:
             cores = sorted(os.sched_getaffinity(0))
             hosts = tuple(
-                Host(f"{PREFIX}h{number}", f"10.77.0.{number}", cores[number % len(cores)])
+                Host(f"{PREFIX}h{number}", address_of(number), cores[number % len(cores)])
                 for number in range(1, num_hosts + 1)
             )
             with _allowed(congestion):

@@ -7,12 +7,14 @@ Real gradients on CIFAR-10, on 8 simulated hosts of 32 cores, 100 Mbit/s and 100
 two learning rates, found on a seed that is not judged. It is a study in `studies`, which goes on where it was.
 
 The ceiling is what DDP's exchange (a ring, float32) would take if it took no time: its steps, with their computing
-alone. The gap that a method closes lies between these two.
+alone. The gap that a method closes lies between these two. What the plan picks, by the noise scale that it measures, is
+run as well. Planned steps are one worker's, times what the plan takes others to need beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +26,11 @@ from rich.table import Table
 
 from paceline.cluster import reading
 from paceline.engines.scripting import read_script
+from paceline.lab import words
 from paceline.lab.study import Study
 from paceline.lab.variant import Variant
 from paceline.planner import observing, predict
-from paceline.planner.search import plan
+from paceline.planner.search import Plan, plan
 from paceline.running.result import Result
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "low_bandwidth"
@@ -110,6 +113,22 @@ def conduct(part: Part, strategies: Sequence[str], *, workers: int, seeds: int, 
     )
 
 
+def planned(part: Part) -> Plan:
+    """The noise scale is measured."""
+    seen = observing.observe(read_script(SCRIPT, part.script), measures_noise=True)
+    return plan(reading.load(str(CLUSTER)), seen.work, max_workers=WORKERS, noise=seen.noise)
+
+
+def planned_steps(found: Plan, strategy: str, workers: int) -> float:
+    """As many times one worker's; nan where no plan says."""
+    wanted = plan(found.cluster, found.work, strategies=["single", strategy], max_workers=workers, noise=found.noise)
+    point = next(point for point in wanted.points if point.asked != "single" and point.prediction.workers == workers)
+    if not point.is_ranked or point.target_speedup is None:
+        return math.nan
+    one_s = next(point.prediction.update_s for point in wanted.points if point.asked == "single")
+    return one_s / point.target_speedup / point.prediction.update_s
+
+
 def ceiling_s(study: Study, found: pd.DataFrame) -> float:
     """Seconds to the target of DDP's steps without their exchange: what its workers computed until then; the mean."""
     rows = found[found["strategy"] == DDP]
@@ -118,53 +137,67 @@ def ceiling_s(study: Study, found: pd.DataFrame) -> float:
     return float((rows["iterations_to_target"] * step_s).mean())
 
 
-def show(part: Part, study: Study, alone: Study) -> None:
-    found = study.frames.trials
-    cluster = reading.load(str(CLUSTER))
-    work = observing.observe(read_script(SCRIPT, part.script)).work
-    best_s, ddp_s = ceiling_s(study, found), float(found[found["strategy"] == DDP]["time_to_target_s"].mean())
+def show(part: Part, strategies: Sequence[str], study: Study, alone: Study, picked: Study | None, found: Plan) -> None:
+    trials, single = study.frames.trials, alone.frames.trials
+    best_s, ddp_s = ceiling_s(study, trials), float(trials[trials["strategy"] == DDP]["time_to_target_s"].mean())
+    one_steps = float((single["samples_to_target"] / found.work.samples).mean())
     table = Table()
     table.add_column("method")
-    for title in ("rate", "steps", "ms a step", "ms planned", "seconds", "range", "sooner", "gap closed"):
+    titles = ("rate", "steps", "planned", "ms a step", "planned", "seconds", "range", "sooner", "gap closed")
+    for title in titles:
         table.add_column(title, justify="right")
-    for text in (*part.strategies, "single"):
-        rows = pd.concat([found, alone.frames.trials])
-        rows = rows[rows["strategy"] == Variant.parse(text).text]
-        workers = 1 if text == "single" else WORKERS
-        planned = predict(cluster, strategy=text, workers=workers, work=work).step_s * 1e3
-        steps = rows["samples"] / work.samples / workers
-        times = rows["time_to_target_s"]
-        took_s = float(times.mean()) if rows["reached"].all() else float("nan")
-        rate = str(rows["setting"].iloc[0]).removeprefix("lr=") if len(rows) else ""
+    rows = [(text, WORKERS, trials) for text in strategies] + [("single", 1, single)]
+    best = found.best
+    if picked is not None:
+        rows.append((best.label, best.prediction.workers, picked.frames.trials))
+    for text, workers, frame in rows:
+        own = frame[frame["strategy"] == Variant.parse(text).text]
+        step_s = predict(found.cluster, strategy=text, workers=workers, work=found.work).step_s
+        steps = own["samples"] / found.work.samples / workers
+        times = own["time_to_target_s"]
+        took_s = float(times.mean()) if own["reached"].all() else float("nan")
         cells = (
-            rate,
-            f"{float((rows['samples_to_target'] / work.samples / workers).mean()):.0f}",
-            f"{float((rows['training_time_s'] / steps).mean()) * 1e3:.2f}",
-            f"{planned:.2f}",
+            str(own["setting"].iloc[0]).removeprefix("lr="),
+            f"{float((own['samples_to_target'] / found.work.samples / workers).mean()):.0f}",
+            f"{one_steps * planned_steps(found, text, workers):.0f}",
+            f"{float((own['training_time_s'] / steps).mean()) * 1e3:.2f}",
+            f"{step_s * 1e3:.2f}",
             f"{took_s:.3f}",
             f"{times.min():.3f} to {times.max():.3f}",
             f"{ddp_s / took_s:.1f}",
             f"{(ddp_s - took_s) / (ddp_s - best_s):.0%}",
         )
-        name = f"`{text}`" if workers > 1 else f"`{text}`, one worker"
-        table.add_row(name, *(cell if "nan" not in cell else "" for cell in cells))
-    table.add_row("no exchange", "", "", "", "", f"{best_s:.3f}", "", f"{ddp_s / best_s:.1f}", "100%")
-    picked = plan(cluster, work, max_workers=WORKERS).best.label
-    tell([table], {"picked": picked, "accuracy": part.accuracy, "seeds": int(found["seed"].nunique())})
+        is_pick = (text, workers) == (best.label, best.prediction.workers)
+        name = f"`{text}`{f', {words.workers(workers)}' if workers != WORKERS else ''}"
+        table.add_row(
+            f"{name}{', which the plan picks' if is_pick else ''}", *("" if "nan" in cell else cell for cell in cells)
+        )
+    table.add_row("no exchange", "", "", "", "", "", f"{best_s:.3f}", "", f"{ddp_s / best_s:.1f}", "100%")
+    assert found.noise is not None
+    facts = {"picked": f"{best.label} on {best.prediction.workers}", "noise_samples": round(found.noise.samples)}
+    tell([table], {**facts, "accuracy": part.accuracy, "seeds": int(trials["seed"].nunique())})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, default="convnet")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="of these, beside DDP's exchange")
     parser.add_argument("--tune", action=argparse.BooleanOptionalAction, default=True, help="the learning rate")
     parser.add_argument("--out", type=Path, help="by default studies/low-bandwidth-PART")
     args = parser.parse_args()
     part = PARTS[args.part]
+    strategies = part.strategies if args.only is None else (DDP, *args.only)
     out = args.out or Path("studies") / f"low-bandwidth-{args.part}"
     each = partial(conduct, part, seeds=args.seeds, tunes=args.tune)
+    study = each(strategies, workers=WORKERS, out=out)
     alone = each(("single",), workers=1, out=out.with_name(f"{out.name}-alone"))
-    show(part, each(part.strategies, workers=WORKERS, out=out), alone)
+    found = planned(part)
+    label, workers = found.best.label, found.best.prediction.workers
+    picked = None
+    if workers > 1 and not (workers == WORKERS and label in strategies):
+        picked = each((label,), workers=workers, out=out.with_name(f"{out.name}-picked"))
+    show(part, strategies, study, alone, picked, found)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.models import build
+from paceline.models.resnet18 import resnet18
 
 LEARNING_RATE = 1e-6
 
@@ -22,10 +23,12 @@ LEARNING_RATE = 1e-6
 class GradientSource(nn.Module):
     """The parameters of a reference model, each with a gradient that costs one pass over it."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, width: int | None = None) -> None:
+        """Args: width: of resnet18, other than its own."""
         super().__init__()
         torch.manual_seed(0)
-        self.weights = nn.ParameterList([nn.Parameter(p.detach().clone()) for p in build(model).parameters()])
+        built = build(model) if width is None else resnet18(width=width)
+        self.weights = nn.ParameterList([nn.Parameter(p.detach().clone()) for p in built.parameters()])
 
     def forward(self, inputs: Tensor) -> Tensor:
         """A loss of shape (); `inputs` has any shape."""

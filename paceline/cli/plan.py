@@ -29,6 +29,14 @@ PAGE_NAME, TABLE_NAME = "plan.html", "plan.csv"
 def plan(
     script: common_options.Script,
     cluster: common_options.Cluster,
+    strategies: Annotated[
+        str | None,
+        typer.Option(
+            help="To look at, as compare takes them, such as all-reduce:codec=int8.",
+            metavar="A,B",
+            show_default="all that move something different",
+        ),
+    ] = None,
     target_batch: Annotated[
         int | None,
         typer.Option(help="Samples of one step of all workers, divided among them.", show_default="the script's each"),
@@ -77,6 +85,7 @@ def plan(
     found = search(
         described,
         seen.work,
+        strategies=None if strategies is None else [text for text in strategies.split(",") if text.strip()],
         max_workers=max_workers,
         target_batch=target_batch,
         noise=seen.noise or noise,
@@ -132,7 +141,7 @@ def table(found: Plan) -> Table:
     for point in found.best_of_each:
         best = point.prediction
         rates = [words.quantity(best.step_s * 1e3), words.quantity(best.samples_per_s)]
-        merit = [f"{words.ratio(point.merit)} x"] if sooner else []
+        merit = [f"{words.ratio(point.merit)} x" if point.is_ranked else "unknown"] if sooner else []
         shown.add_row(point.label, str(best.workers), *rates, *merit, words.percent(best.efficiency), best.binding)
     return shown
 

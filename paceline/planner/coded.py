@@ -3,16 +3,21 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal, NamedTuple, TypeVar, final
 
 import numpy as np
+import torch
 
-from paceline.codec import Auto, Codec, Shape, chosen
+from paceline.codec import Auto, Codec, Shape, TensorCodec, chosen
 from paceline.codec.joining import coding_s
 from paceline.planner.demand import StepWork
 from paceline.planner.fabric import Loads
 from paceline.planner.setting import RingReduction, Setting
 from paceline.strategies.traits import AllReduced, Neighbouring
+
+_LITTLE = 0.01  # of a tensor, in squares: far less than the noise in a gradient
+_NUM_TRIED = 1 << 16
 
 
 @final
@@ -107,3 +112,15 @@ def shapes_of(work: StepWork) -> Sequence[Shape]:
         return work.tensor_shapes
     counts = [max(1, size // 4) for size in work.tensor_bytes]
     return [(max(1, math.isqrt(count)), count // max(1, math.isqrt(count))) for count in counts]
+
+
+@lru_cache(maxsize=256)
+def leaves_out_little(codec: Codec) -> bool:
+    """Whether steps to a target are as many with it as without: it hardly changes a tensor of normal numbers."""
+    if isinstance(codec, Auto):
+        return all(leaves_out_little(each) for each in codec.candidates)
+    if not isinstance(codec, TensorCodec):
+        return False
+    tensor = torch.randn(_NUM_TRIED, generator=torch.Generator().manual_seed(0))
+    decoded = codec.decode(codec.encode(tensor, seed=0), tensor, seed=0)
+    return float((decoded - tensor).square().sum() / tensor.square().sum()) < _LITTLE

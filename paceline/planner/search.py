@@ -6,14 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, Literal, final
 
 import pandas as pd
 
 from paceline.cluster.description import Cluster
 from paceline.cluster.placement import place
+from paceline.codec import Codec
 from paceline.errors import UsageError
+from paceline.lab import words
 from paceline.lab.variant import Variant
+from paceline.planner.apart import Apart
+from paceline.planner.coded import leaves_out_little
 from paceline.planner.demand import StepWork
 from paceline.planner.noise import NoiseScale, steps_ratio
 from paceline.planner.predict import Prediction, predict
@@ -25,6 +29,12 @@ from paceline.strategies.traits import Traits
 
 CLOSE = 0.05
 """What differs by less is as good: then fewer workers or servers are better."""
+Unranked = Literal["no noise scale", "no rule", "codec"]
+"""Why what a strategy takes is shown and not ranked: how many more steps workers need whose models differ follows from
+a noise scale, or from nothing that a plan knows; nor does it know how many more a codec costs that leaves out much."""
+PERIODS = (2, 5, 10, 20)
+"""Steps of a round that are looked at besides a strategy's own."""
+_EXTRA = ("all-reduce:codec=auto:codec.among=bf16+int8",)  # what a codec that costs no accuracy would gain
 _HALF = 0.5
 _CHECK_EVENTS = 200_000  # about as many gradients are simulated for each check
 
@@ -35,6 +45,8 @@ class Point:
 
     label: str
     """As `paceline compare --strategies` takes it."""
+    asked: str
+    """The name that it is one of the choices for."""
     prediction: Prediction
     batch: int
     speedup: float
@@ -43,8 +55,13 @@ class Point:
     """One worker's time to the target over this one's; none where no statistical efficiency is known."""
     target_s: float | None
     """Time to the target; none where one worker's steps to it are not known."""
-    is_ranked: bool
-    """No plan knows how many more steps workers need whose models differ: what they take is shown, and not ranked."""
+    drift: float = 1.0
+    """How many times the steps are taken that workers would need if they averaged every gradient."""
+    unranked: Unranked | None = None
+
+    @property
+    def is_ranked(self) -> bool:
+        return self.unranked is None
 
     @property
     def merit(self) -> float:
@@ -113,9 +130,9 @@ class Plan:
 
     @property
     def best_of_each(self) -> list[Point]:
-        """Each strategy's best point, over numbers of workers and servers."""
-        names = dict.fromkeys(point.prediction.strategy for point in self.points)
-        return [best_of([point for point in self.points if point.prediction.strategy == name]) for name in names]
+        """Each strategy's best point, over numbers of workers and servers, and steps of a round."""
+        names = dict.fromkeys(point.asked for point in self.points)
+        return [best_of([point for point in self.points if point.asked == name]) for name in names]
 
     @property
     def ranked(self) -> list[Point]:
@@ -155,6 +172,7 @@ def plan(
     cluster: Cluster,
     work: StepWork,
     *,
+    strategies: Sequence[str] | None = None,
     max_workers: int | None = None,
     target_batch: int | None = None,
     noise: NoiseScale | None = None,
@@ -166,6 +184,8 @@ def plan(
 
     Args:
         work: of one worker's step.
+        strategies: as `paceline compare` takes them; one without options stands for all choices of servers and steps of
+            a round. None: all that move something different.
         max_workers: none: as many as the cluster holds.
         target_batch: samples of all workers' step together; each takes its part, at least one. None: every worker
             keeps its batch.
@@ -175,7 +195,7 @@ def plan(
         num_checks: of the best strategies, simulated.
 
     Raises:
-        UsageError: a number is out of range, or the cluster has no room for a worker.
+        UsageError: a number is out of range, a strategy is unknown or none has a price, or the cluster has no room.
     """
     require_in_range(
         cluster,
@@ -187,21 +207,25 @@ def plan(
     )
     most = min(max_workers or cluster.num_slots, target_batch or cluster.num_slots)
     judge = _Judge(cluster, work, target_batch, noise, single_steps, staleness_penalty)
-    names = _names()
-    unpriced = tuple(name for name in names if why_unpriced(build(name).traits, work) is not None)
-    priced = [name for name in names if name not in unpriced]
-    points = [judge.point(*choice) for name in priced for choice in _choices(cluster, name, most)]
-    best = best_of([point for point in points if point.is_ranked])
+    asked = [*_names(), *_EXTRA] if strategies is None else [Variant.parse(text).text for text in strategies]
+    unpriced = tuple(text for text in asked if why_unpriced(build(text).traits, work) is not None)
+    priced = [text for text in asked if text not in unpriced]
+    points = [judge.point(text, *choice) for text in priced for choice in _choices(cluster, text, most)]
+    ranked = [point for point in points if point.is_ranked]
+    if not ranked:
+        raise UsageError(f"none of {words.listed(asked)} can be ranked on this cluster; add all-reduce or single")
+    best = best_of(ranked)
     found = Plan(cluster, work, tuple(points), best, (), (), noise, target_batch, unpriced)
     knees = tuple(_knee(judge, curve) for curve in found.curves.values() if len(curve) > 1)
     return replace(found, knees=knees, checks=tuple(judge.check(point) for point in found.ranked[:num_checks]))
 
 
 def best_of(points: Sequence[Point]) -> Point:
-    """The one with the fewest workers, then servers, of those that are within 5 % of the best."""
+    """The one with the fewest workers, then servers, of those that are within 5 % of the best; of equal ones the first,
+    which is the simplest."""
     top = max(point.merit for point in points)
     close = [point for point in points if point.merit >= (1 - CLOSE) * top]
-    return min(close, key=lambda point: (point.prediction.workers, point.prediction.servers, -point.merit))
+    return min(close, key=lambda point: (point.prediction.workers, point.prediction.servers, -round(point.merit, 6)))
 
 
 def worker_counts(most: int) -> list[int]:
@@ -227,13 +251,17 @@ def _traits(name: str) -> Traits:
     return build(name).traits
 
 
-def _choices(cluster: Cluster, name: str, most: int) -> Iterator[tuple[Strategy, int]]:
-    """The strategy with 1, 2, 4, ... servers, where it has some, on numbers of workers that it can run with."""
-    has_servers = "servers" in STRATEGIES[name].options and _traits(name).num_servers > 0
+def _choices(cluster: Cluster, text: str, most: int) -> Iterator[tuple[Strategy, int]]:
+    """The strategy on numbers of workers that it can run with; one without options with 1, 2, 4, ... servers, where it
+    has some, and with rounds of several lengths, where workers average them."""
+    own, options = build(text), STRATEGIES[text].options if text in STRATEGIES else ()
+    has_servers = "servers" in options and own.traits.num_servers > 0
+    has_rounds = "every" in options and own.traits.unit == "round" and Apart.of(own.traits, 1) is not None
     for workers in worker_counts(most):
         counts = [2**exponent for exponent in range(workers.bit_length())]
-        options = [{"servers": servers} for servers in counts] if has_servers else [{}]
-        for strategy in (build(name, each) for each in options):
+        choices = [{"servers": servers} for servers in counts] if has_servers else [{}]
+        choices += [{"every": every} for every in PERIODS] if has_rounds and workers > 1 else []
+        for strategy in (build(text, each) for each in choices):
             if _can_run(cluster, strategy, workers):
                 yield strategy, workers
 
@@ -260,23 +288,41 @@ class _Judge:
     def predict(self, strategy: Strategy, workers: int) -> Prediction:
         return predict(self.cluster, strategy=strategy, workers=workers, work=self._work_of(workers))
 
-    def point(self, strategy: Strategy, workers: int) -> Point:
+    def point(self, asked: str, strategy: Strategy, workers: int) -> Point:
         prediction = self.predict(strategy, workers)
         speedup = prediction.samples_per_s / self.base.samples_per_s
+        apart = None if _is_alike(strategy.traits, workers) else Apart.of(strategy.traits, workers)
         target_speedup = target_s = None
+        drift = 1.0
         if self.noise is not None:
             each = max(1.0, prediction.global_batch)
             late = self.staleness_penalty * _staleness(prediction)
             steps = steps_ratio(self.noise, batch=each, base_batch=self.work.samples, staleness=late)
-            target_speedup = self.base.update_s / (steps * prediction.update_s)
+            if apart is not None:
+                drift = apart.drift(self.noise, batch=each / workers, num_workers=workers)
+            target_speedup = self.base.update_s / (steps * drift * prediction.update_s)
             if self.single_steps is not None:
-                target_s = self.single_steps * steps * prediction.update_s
-        traits = strategy.traits
-        label, is_ranked = (
-            Variant.of(strategy).text,
-            workers == 1 or not (traits.workers_differ or traits.unit == "round"),
+                target_s = self.single_steps * steps * drift * prediction.update_s
+        return Point(
+            label=Variant.of(strategy).text,
+            asked=asked,
+            prediction=prediction,
+            batch=self._batch(workers),
+            speedup=speedup,
+            target_speedup=target_speedup,
+            target_s=target_s,
+            drift=drift,
+            unranked=self._why_unranked(strategy.traits, apart, workers),
         )
-        return Point(label, prediction, self._batch(workers), speedup, target_speedup, target_s, is_ranked)
+
+    def _why_unranked(self, traits: Traits, apart: Apart | None, workers: int) -> Unranked | None:
+        if workers > 1 and any(not leaves_out_little(codec) for codec in _codecs(traits)):
+            return "codec"
+        if _is_alike(traits, workers):
+            return None
+        if apart is None:
+            return "no rule"
+        return "no noise scale" if self.noise is None else None
 
     def check(self, point: Point) -> Check:
         found, strategy = point.prediction, Variant.parse(point.label).strategy
@@ -308,6 +354,14 @@ class _Judge:
         return self.work.samples if self.target_batch is None else max(1, math.ceil(self.target_batch / workers))
 
 
+def _is_alike(traits: Traits, workers: int) -> bool:
+    return workers == 1 or not (traits.workers_differ or traits.unit == "round")
+
+
+def _codecs(traits: Traits) -> list[Codec]:
+    return [each.codec for each in traits.traffic or () if each.codec is not None]
+
+
 def _staleness(found: Prediction) -> float:
     """Updates by others between a worker's reading and its gradient: on the average each of them makes one."""
     return float(found.workers - 1) if found.unit == "gradient" else 0.0
@@ -333,7 +387,7 @@ def _knee(judge: _Judge, curve: Sequence[Point]) -> Knee:
 
 def _row(point: Point) -> dict[str, Any]:
     found = {name: value for name, value in asdict(point.prediction).items() if name not in ("busiest", "link_bytes")}
-    row = {"label": point.label, "batch": point.batch, "speedup": point.speedup, **found}
+    row = {"label": point.label, "batch": point.batch, "speedup": point.speedup, "drift": point.drift, **found}
     row |= {"target_speedup": point.target_speedup, "target_s": point.target_s}
     row |= {"busiest": point.prediction.busiest.name, "busiest_bytes": point.prediction.busiest.num_bytes}
     row |= {"utilisation": point.prediction.utilisation, "binding": point.prediction.binding}

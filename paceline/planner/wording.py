@@ -7,7 +7,7 @@ from paceline.lab import words
 from paceline.lab.variant import Variant
 from paceline.planner import failing
 from paceline.planner.question import why_unpriced
-from paceline.planner.search import CLOSE, Check, Knee, Plan, Point
+from paceline.planner.search import CLOSE, Check, Knee, Plan, Point, Unranked
 from paceline.strategies import build
 from paceline.strategies.traits import Served
 
@@ -19,6 +19,15 @@ _EVEN = (
     "Connections are taken to share links evenly, which the cluster's file says they do not: servers with many workers "
     "are slower than planned; --engine virtual shows by how much."
 )
+
+_WHY_UNRANKED: dict[Unranked, str] = {
+    "no noise scale": "Workers' models differ at times; how many more steps that takes follows from the noise scale: "
+    "give --noise-scale measure.",
+    "no rule": "Workers' models differ at times, and no plan knows how many more steps that takes; paceline compare "
+    "measures it.",
+    "codec": "A codec leaves out much of each gradient, and no plan knows how many more steps that takes; paceline "
+    "compare measures it.",
+}
 
 
 def answer(plan: Plan) -> list[str]:
@@ -32,15 +41,31 @@ def answer(plan: Plan) -> list[str]:
     lines += _room(plan)
     if plan.unpriced:
         lines += _left_out(plan)
-    unranked = [point.label for point in plan.best_of_each if not point.is_ranked]
-    if unranked:
-        lines.append(
-            f"Shown, but not ranked: {words.listed(unranked)}. Their workers' models differ at times, and no plan "
-            "knows how many more steps that takes; paceline compare measures it."
-        )
+    lines += [*_drifting(plan), *_unranked(plan)]
     if plan.cluster.communication.unevenness:
         lines.append(_EVEN)
     return [*lines, *_checks(plan.checks)]
+
+
+def _drifting(plan: Plan) -> list[str]:
+    """What is assumed of workers whose models differ."""
+    apart = [point for point in plan.best_of_each if point.is_ranked and point.drift > 1]
+    if not apart:
+        return []
+    said = words.listed([f"{point.label} {point.drift:.1f}" for point in apart])
+    return [
+        "Workers whose models differ between exchanges need a smaller learning rate, and so more steps than if they "
+        f"averaged every gradient: {said} times as many, if data are alike on all of them (docs/planning.md)."
+    ]
+
+
+def _unranked(plan: Plan) -> list[str]:
+    """A line a reason."""
+    labels: dict[Unranked, list[str]] = {}
+    for point in plan.best_of_each:
+        if point.unranked is not None:
+            labels.setdefault(point.unranked, []).append(point.label)
+    return [f"Shown, but not ranked: {words.listed(own)}. {_WHY_UNRANKED[why]}" for why, own in labels.items()]
 
 
 def _left_out(plan: Plan) -> list[str]:

@@ -85,7 +85,12 @@ def register(entry: Entry) -> None:
 
 
 for _entry in (
-    Entry(name="single", strategy=Single, summary="one worker, no exchange: the baseline"),
+    Entry(
+        name="single",
+        strategy=Single,
+        refuses={"codec": "exchanges nothing that could be coded; use it with more workers under all-reduce"},
+        summary="one worker, no exchange: the baseline",
+    ),
     Entry(
         name="all-reduce", strategy=AllReduce, summary="gradients averaged among workers in buckets, during backward"
     ),
@@ -298,6 +303,7 @@ for _entry in (
         name="horovod",
         strategy=Horovod,
         leaves_out=("nonfinite",),
+        refuses={"codec": "leaves to the script what moves; use hvd.Compression there"},
         summary="a script of Horovod's, which exchanges by itself; its steps are recorded",
     ),
 ):

@@ -5,9 +5,12 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 import torch
+from torch import Tensor
 
-from paceline.codec import Auto, Codec
+from paceline.codec import Auto, Codec, TensorCodec
 from paceline.errors import UsageError
+from paceline.layout import Layout
+from paceline.server.coded_push import PushCoding
 from paceline.strategies.base import Context
 from paceline.strategies.pacing import Pacing, RealTime
 
@@ -38,6 +41,22 @@ def coding_of(codec: Codec | None, scope: Scope, context: Context) -> Coding | N
     if codec is None or (scope == "links" and context.local_size == context.size):
         return None
     return Coding(codec, context.seed, scope == "links", context.pacing)
+
+
+def push_coding_of(codec: TensorCodec | None, scope: Scope, context: Context, layout: Layout) -> PushCoding | None:
+    """Of what a worker pushes to servers. Raises UsageError for tensors that no codec knows."""
+    if codec is None:
+        return None
+    for segment in layout.segments:
+        require_real(codec, segment.dtype)
+    left = torch.zeros(layout.num_bytes, dtype=torch.uint8) if codec.feedback else None
+    return PushCoding(codec, context.seed, left, beside=scope == "all", spend=context.pacing.spend)
+
+
+def left_of(coding: PushCoding | None, layout: Layout) -> list[Tensor]:
+    """What codecs have left out of pushes up to now, a tensor each segment; empty where it is forgotten."""
+    left = None if coding is None else coding.left
+    return [] if left is None else [segment.view(left) for segment in layout.segments]
 
 
 def require_averaging(codec: Codec | None, scope: Scope, *, of_servers: bool = False) -> None:
@@ -90,6 +109,13 @@ def require_of_changes(codec: Codec | None, scope: Scope, *, delay: int) -> None
             f"codec={codec} codes and moves a fragment when it is joined, so that delay={delay} hides nothing and only "
             "makes it stale; leave one of the two out"
         )
+
+
+def require_of_pushed_changes(codec: Codec | None, scope: Scope) -> None:
+    """Raises UsageError for what cannot carry a worker's change to servers that step with some workers' mean."""
+    if codec is not None:
+        _require(codec, _not_of_changes)
+    require_averaging(codec, scope, of_servers=True)
 
 
 def require_of_neighbours(codec: Codec | None, scope: Scope) -> None:

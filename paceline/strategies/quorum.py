@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, final, get_args
 
 import torch
 from torch import Tensor, nn
 
 from paceline.arrays import is_finite
+from paceline.codec import Codec, TensorCodec
 from paceline.comm.base import Store, Timing
 from paceline.errors import UsageError
 from paceline.layout import by_group
@@ -16,14 +17,23 @@ from paceline.membership import Membership
 from paceline.outer import Nesterov, Outer, mix, require_in_range, take_changes
 from paceline.server.admission import AdmissionRule, Quorum
 from paceline.server.spec import Push
-from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option
+from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
+from paceline.strategies.coding import (
+    CODEC_DOC,
+    NOTHING_CODED,
+    SCOPE_DOC,
+    Scope,
+    left_of,
+    push_coding_of,
+    require_of_pushed_changes,
+)
 from paceline.strategies.finite import checked, may_step
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.own_state import OwnState, of_replica
 from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters, spec_of
 from paceline.strategies.traits import Traits
 
-_OUTER, _OPTIMIZER = "outer.", "optimizer."
+_OUTER, _OPTIMIZER, _LEFT = "outer.", "optimizer.", "left."
 
 
 @final
@@ -36,7 +46,8 @@ class QuorumUpdates(Strategy):
     `quorum` changes, and those that come in the grace after these. A later one counts in the round that is then open,
     as it is: it began from older parameters, and its staleness in the records is of so many rounds.
 
-    Changes count by the samples that they were made from. The inner optimizer's state stays with its worker.
+    Changes count by the samples that they were made from. What a codec leaves out of one is added to the worker's next.
+    The inner optimizer's state stays with its worker.
 
     >>> QuorumUpdates(quorum=3).traits.unit
     'round'
@@ -47,6 +58,8 @@ class QuorumUpdates(Strategy):
     grace_s: float = option(0.0, "seconds for which a round waits for further changes once it has a quorum")
     outer: Outer = option(Nesterov(), "what the servers step with: average, momentum, nesterov, adam or torch")
     servers: int = option(1, "number of servers, each owning one key range")
+    codec: Codec | None = option(None, CODEC_DOC.replace("gradients travel", "the workers' changes travel"))
+    codec_scope: Scope = option("links", SCOPE_DOC)
 
     def validate(self) -> None:
         for name in ("every", "quorum", "servers"):
@@ -57,6 +70,8 @@ class QuorumUpdates(Strategy):
         if not self.outer.by_torch:
             raise UsageError(f"outer={self.outer} is none of torch's optimizers, which servers build anew; use adam")
         require_in_range(self.outer)
+        require_choice("codec_scope", self.codec_scope, get_args(Scope))
+        require_of_pushed_changes(self.codec, self.codec_scope)
 
     def check(self, *, num_workers: int) -> None:
         if self.quorum > num_workers:
@@ -91,7 +106,12 @@ class _QuorumSynchronizer(Synchronizer):
         mix(self._shared, self._local, alpha=0.0)
         self._outer.to_host()
         outer = spec_of(strategy.outer.optimizer([nn.Parameter(torch.zeros(1))]))
-        store.attach(layout, outer, self._outer.host, self._changed.host)
+        assert strategy.codec is None or isinstance(strategy.codec, TensorCodec)  # others are refused
+        coding = push_coding_of(strategy.codec, strategy.codec_scope, context, layout)
+        self._left = left_of(coding, layout)
+        store.attach(layout, outer, self._outer.host, self._changed.host, coding=coding)
+        if strategy.codec is not None:
+            self.facts = {"codec": str(strategy.codec) if store.is_coded else NOTHING_CODED}
         self._outer_state: dict[str, Tensor] = {}
         self._pause_at = 0
         self._steps = 0
@@ -154,13 +174,16 @@ class _QuorumSynchronizer(Synchronizer):
 
     def own_state(self) -> dict[str, OwnState]:
         own = {name: state for name, state in of_replica(self.replica).items() if name.startswith(_OPTIMIZER)}
-        outer = self._store.optimizer_state()
-        return {**own, **{f"{_OUTER}{name}": OwnState(tensor, "same") for name, tensor in outer.items()}}
+        outer = {f"{_OUTER}{name}": OwnState(tensor, "same") for name, tensor in self._store.optimizer_state().items()}
+        left = {f"{_LEFT}{index}": OwnState(left, "average") for index, left in enumerate(self._left)}
+        return {**own, **outer, **left}
 
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
         mine = {name.removeprefix(_OPTIMIZER): own[name] for name in own if name.startswith(_OPTIMIZER)}
         super().restore(mine or state, own, iteration=iteration)
         self._outer_state = {name.removeprefix(_OUTER): own[name] for name in own if name.startswith(_OUTER)}
+        for index, left in enumerate(self._left):
+            left.copy_(own.get(f"{_LEFT}{index}", left))
 
     def _exchange(self) -> StepOutcome:
         """Give what was changed since the last exchange, and go on from what the servers have then."""

@@ -5,7 +5,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from paceline.aggregate import MEAN, Aggregator
@@ -14,12 +13,11 @@ from paceline.codec import TensorCodec
 from paceline.comm.base import Store, Timing
 from paceline.errors import UsageError
 from paceline.hooks import place_in_script
-from paceline.layout import Layout, by_group
-from paceline.server.coded_push import PushCoding
+from paceline.layout import by_group
 from paceline.server.spec import Push, Reply
 from paceline.server.tables.kept_rows import Keeping
 from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Synchronizer, non_finite
-from paceline.strategies.coding import NOTHING_CODED, Scope, require_real
+from paceline.strategies.coding import NOTHING_CODED, Scope, left_of, push_coding_of
 from paceline.strategies.combining import Combining, Mode, obstacle_to_a_mean
 from paceline.strategies.finite import nonfinite_row
 from paceline.strategies.held_state import HeldState
@@ -103,14 +101,15 @@ class ServerSynchronizer(Synchronizer):
         self._groups = hyperparameters(replica.optimizer)
         self._attributes = own_attributes(replica.optimizer)
         self._parameters.to_host()
-        self._left: list[Tensor] = []  # what codecs have left out of pushes up to now
+        coding = push_coding_of(codec, codec_scope, context, layout)
+        self._left = left_of(coding, layout)
         store.attach(
             layout,
             # What compares whole gradients needs them in one shard, as if the optimizer did.
             replace(spec, element_wise=spec.element_wise and aggregator.is_coordinate_wise),
             self._parameters.host,
             self._gradients.host,
-            coding=self._coding(codec, codec_scope, layout),
+            coding=coding,
             holds_rows=bool(replica.tables),
         )
         self._rows = ServedRows(context, store, replica.tables, keeping=keeping)
@@ -248,17 +247,6 @@ class ServerSynchronizer(Synchronizer):
         self._combining.script_is_done()
         self._buckets.close()
         self._held.close()
-
-    def _coding(self, codec: TensorCodec | None, scope: Scope, layout: Layout) -> PushCoding | None:
-        if codec is None:
-            return None
-        for segment in layout.segments:
-            require_real(codec, segment.dtype)
-        left = torch.zeros(layout.num_bytes, dtype=torch.uint8) if codec.feedback else None
-        if left is not None:
-            self._left = [segment.view(left) for segment in layout.segments]
-        spend = self.context.pacing.spend
-        return PushCoding(codec, self.context.seed, left, beside=scope == "all", spend=spend)
 
     @property
     def _looks(self) -> bool:

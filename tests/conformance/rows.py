@@ -242,6 +242,13 @@ ROWS = (
         steps_an_iteration=3,
         is_plain=False,
     ),
+    coded(
+        "async-diloco",
+        "top-k:ratio=0.2",
+        options={"every": 3, "quorum": 2, "outer": "average", "servers": 2},
+        steps_an_iteration=3,
+        has_debts=True,
+    ),
     Row(
         "fed-avg",
         "fed-avg",

@@ -11,7 +11,7 @@ import pytest
 from paceline import pieces
 from paceline.codec import Codec
 from paceline.errors import UsageError
-from paceline.strategies import build
+from paceline.strategies import STRATEGIES, build
 from paceline.strategies.base import Strategy
 from paceline.topology import Topology
 from tests.conformance import virtual_engine
@@ -58,6 +58,16 @@ def rounds() -> list[tuple[str, dict[str, str]]]:
     return found
 
 
+def others() -> list[tuple[str, dict[str, str]]]:
+    """Every other name with every codec."""
+    names = [name for name in STRATEGIES if name not in ("gossip", "ad-psgd", "local-sgd")]
+    found = []
+    for name, codec in itertools.product(names, CODECS[1:]):
+        scope = {"codec_scope": "all"} if "codec_scope" in STRATEGIES[name].options else {}
+        found.append((name, {"codec": codec, **scope}))
+    return found
+
+
 def test_what_is_refused_is_named() -> None:
     refused = 0
     for name, options in (*gossips(), *rounds()):
@@ -71,6 +81,18 @@ def test_what_is_refused_is_named() -> None:
             assert named, f"{name} {options}: {told}"
             assert ";" in told or "which" in told or "and" in told, told  # a reason, or a remedy, beside the fact
     assert refused > 500
+
+
+def test_a_codec_that_a_strategy_does_not_take_is_refused_with_the_reason() -> None:
+    """Every other name of the registry with every codec; that there is no such option is no reason."""
+    found = {(name, options["codec"]): outcome(name, options) for name, options in others()}
+    refused = {case: told for case, told in found.items() if isinstance(told, str)}
+    for (name, codec), told in refused.items():
+        assert "unknown option" not in told, (name, codec)
+        assert "codec" in told, (name, codec, told)
+        assert any(mark in told for mark in (";", ":", "which", "and")), told
+    assert {name for name, _ in found} - {name for name, _ in refused} == {"all-reduce"}, "which takes all of them"
+    assert not {("async-diloco", "int8"), ("ps-asp", "top-k"), ("diloco", "powersgd")} & set(refused)
 
 
 @pytest.mark.slow

@@ -132,9 +132,31 @@ def test_quorum_of_all_is_diloco(tmp_path: Path) -> None:
         torch.testing.assert_close(models[0][name], tensor, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("codec", "part"), [("int8", 0.17), ("one-bit", 0.06)])
+def test_what_a_codec_leaves_out_of_a_change_comes_later(codec: str, part: float, tmp_path: Path) -> None:
+    """All changes are alike, so that these codecs keep each parameter's where it is, with far fewer bytes."""
+    options = {"quorum": 2, "servers": 2, "num_parameters": 2000, "codec_scope": "all"}
+    plain, found = (
+        run(tmp_path / "plain", **options | {"codec_scope": "links"}),
+        run(tmp_path / "coded", codec=codec, **options),
+    )
+    assert found.iteration == plain.iteration
+    (moved,), (expected,) = found.model_state().values(), plain.model_state().values()
+    torch.testing.assert_close(moved, expected, rtol=0.02, atol=0.0)
+    moved_bytes = [sum(step.moved_bytes for step in result.steps) for result in (plain, found)]
+    pushed_bytes = moved_bytes[0] / 2  # as much comes back, as it is
+    assert moved_bytes[1] - pushed_bytes < part * pushed_bytes
+    (event,) = [event for event in found.events if event.name == "tuned"]
+    assert codec in str(event.details)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"codec": "powersgd"}, "workers push to servers one by one"),
+        ({"codec": "sign"}, "the outer step needs both"),
+        ({"codec": "auto"}, "servers are told at the start"),
+        ({"codec_scope": "all"}, "has no effect without a codec"),
         ({"quorum": 5}, "quorum=5 is more than 2"),
         ({"quorum": 0}, "quorum must be at least 1"),
         ({"quorum": 2, "grace_s": 1.0}, "grace_s has no effect"),

@@ -163,6 +163,7 @@ class Gossip(Strategy):
             every=self.every,
             behind_computing=self.order == "awc",
             message_size=mixer.message_size,
+            takes_means=self.mode in ("average", "push-sum", "running-sums"),
             codec=of_neighbours(self.codec),
             codec_scope=self.codec_scope,
         )

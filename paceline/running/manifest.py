@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def _options(strategy: Strategy) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Piece) else value for name, value in values.items()}
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return version(package)

@@ -346,6 +346,11 @@ def step(worker: Worker, model: nn.Module, optimizer: Optimizer, x: Tensor, y: T
     worker.log(loss=loss)
 
 
+def short_s() -> float:
+    """Some of a run's steps take so long."""
+    return local_engine.SHORT_S
+
+
 def wait_until(is_so: Callable[[], bool]) -> None:
     """A script waits for what other workers do."""
     local_engine.wait_until(is_so)

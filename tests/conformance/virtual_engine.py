@@ -26,6 +26,7 @@ CLUSTER = Cluster(
 
 
 OTHERS_TIME_S = 0.1
+SHORT_S = 0.05
 
 
 class Silent:

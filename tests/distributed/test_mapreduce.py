@@ -178,9 +178,10 @@ def test_rows_that_ray_has_no_room_for_are_refused(recipe: SimpleNamespace, ray_
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(200)
+@pytest.mark.usefixtures("forked_programs")
 def test_the_command(recipe: SimpleNamespace, tmp_path: Path) -> None:
     """Its tables, figures and numbers, with Paceline's own step beside Ray's, and Spark where it is installed."""
-    command = [sys.executable, str(RECIPE / "least_squares.py"), "--tasks", "2,1", "--rows", "301", "--features", "5"]
+    command = ["python", str(RECIPE / "least_squares.py"), "--tasks", "2,1", "--rows", "301", "--features", "5"]
     command += [
         "--iterations",
         "20",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -302,6 +301,7 @@ def test_a_plan_refuses_what_is_not_declared() -> None:
         predict(load("lab-1gbe"), strategy=Silent(), workers=2, work=work)
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_the_documented_example_runs(tmp_path: Path) -> None:
     """As it stands there, in fewer than 60 lines of code."""
     text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
@@ -309,7 +309,7 @@ def test_the_documented_example_runs(tmp_path: Path) -> None:
     assert len([line for line in code.splitlines() if line.strip()]) < 60
     (tmp_path / "averaging.py").write_text(code)
     ended = subprocess.run(
-        [sys.executable, "averaging.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        ["python", "averaging.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == 0, ended.stderr
     (result,) = (Result(path) for path in (tmp_path / "runs").iterdir())

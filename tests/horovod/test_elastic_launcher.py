@@ -96,6 +96,7 @@ def show(folder: Path, *hosts: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_job_follows_its_hosts_and_outlives_a_killed_worker(tmp_path: Path) -> None:
     script = discovery(tmp_path, "localhost:2")
     options = ("-np", "2", "--min-np", "1", "--host-discovery-script", script, "--slots-per-host", "1")
@@ -128,6 +129,7 @@ def check_records(folder: Path, said: list[list[Any]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_host_gets_a_worker_again_once_its_cooldown_is_over(tmp_path: Path) -> None:
     options = ("-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1", "--blacklist-cooldown-range", "1", "2")
     job = Job(tmp_path, *options, memberships=3)

@@ -16,7 +16,9 @@ def drawn_of(frames: Frames) -> dict[str, dict[str, Chart]]:
     """By figure, then by what the chart is of; nothing may have failed."""
     drawn = figures([Subject("example", "train.py", frames)])
     assert [figure.failure for figure in drawn if figure.failure] == []
-    return {figure.key: {row[0].key: row[0] for row in figure.rows if row[0]} for figure in drawn}
+    found = {figure.key: {row[0].key: row[0] for row in figure.rows if row[0]} for figure in drawn}
+    assert sum(map(len, found.values())) == sum(bool(row[0]) for figure in drawn for row in figure.rows)
+    return found
 
 
 def trace_of(plot: go.Figure, name: str) -> go.Scatter:

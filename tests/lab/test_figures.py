@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.lab import figures as lab_figures
 from paceline.lab.figures import Chart, Subject, figures
 from paceline.lab.figures.curves import NUM_POINTS, Curve, band
 from paceline.lab.figures.style import plain, strategy_styles, worker_styles
-from paceline.lab.frames import Frames
 from tests.lab import example_study
 from tests.lab.drawn_figures import drawn_of, trace_of, typical_of
 
@@ -27,6 +27,12 @@ def subject() -> Subject:
 def charts(subject: Subject) -> dict[str, dict[str, Chart]]:
     """By figure, then by what the chart is of."""
     return drawn_of(subject.frames)
+
+
+@pytest.fixture(scope="module")
+def simulated() -> dict[str, dict[str, Chart]]:
+    """The same study's, of a simulated cluster."""
+    return drawn_of(example_study.frames(engine="virtual"))
 
 
 def _floats(*values: float) -> np.ndarray:
@@ -137,8 +143,13 @@ def test_lines_differ_in_dash_and_marker_and_bars_in_pattern(charts: dict[str, d
             assert len({bar.marker.pattern.shape for bar in chart.plot.data}) == 4
 
 
-def test_virtual_time_is_marked_on_every_axis_of_time() -> None:
-    real, virtual = (_titles(example_study.frames(engine=engine)) for engine in ("ray", "virtual"))
+def test_virtual_time_is_marked_on_every_axis_of_time(
+    charts: dict[str, dict[str, Chart]], simulated: dict[str, dict[str, Chart]]
+) -> None:
+    real, virtual = (
+        [axis.title.text for chart in _each(drawn) for axis in (chart.plot.layout.xaxis, chart.plot.layout.yaxis)]
+        for drawn in (charts, simulated)
+    )
     of_time = [title for title in real if re.search(r"\(s\)|/s\)|second|Speed-up|of the time", title)]
     assert len(of_time) >= 12
     for title, counterpart in zip(real, virtual, strict=True):
@@ -146,21 +157,22 @@ def test_virtual_time_is_marked_on_every_axis_of_time() -> None:
         assert "virtual" not in title.lower()
 
 
-def test_every_plot_of_a_simulated_cluster_names_it() -> None:
+def test_every_plot_of_a_simulated_cluster_names_it(
+    charts: dict[str, dict[str, Chart]], simulated: dict[str, dict[str, Chart]]
+) -> None:
     """Also one that is saved as a picture and shown without its page."""
-    for engine, expected in (("ray", False), ("virtual", True)):
-        drawn = figures([Subject("example", "train.py", example_study.frames(engine=engine))])
-        titles = [
-            chart.plot.layout.xaxis.title.text for figure in drawn for row in figure.rows for chart in row if chart
-        ]
+    for drawn, expected in ((charts, False), (simulated, True)):
+        titles = [chart.plot.layout.xaxis.title.text for chart in _each(drawn)]
         assert len(titles) > 20
         assert {">simulated cluster rack &amp; pinion<" in title for title in titles} == {expected}
 
 
-def test_a_virtual_study_beside_a_real_one_shares_no_axis_of_time() -> None:
+def test_a_virtual_study_beside_a_real_one_shares_no_axis_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [kind for kind in lab_figures._KINDS if kind.key == "training"]
+    monkeypatch.setattr(lab_figures, "_KINDS", kinds)  # drawing the others would take seconds
     real = Subject("real", "train.py", example_study.frames())
     virtual = Subject("virtual", "train.py", example_study.frames(engine="virtual", slowdown=9.0))
-    training = next(figure for figure in figures([real, virtual]) if figure.key == "training")
+    (training,) = figures([real, virtual])
     left, right = training.rows[0]
     assert left is not None
     assert right is not None
@@ -168,10 +180,8 @@ def test_a_virtual_study_beside_a_real_one_shares_no_axis_of_time() -> None:
     assert right.plot.layout.yaxis.range == left.plot.layout.yaxis.range
 
 
-def _titles(frames: Frames) -> list[str]:
-    drawn = figures([Subject("example", "train.py", frames)])
-    layouts = [chart.plot.layout for figure in drawn for row in figure.rows for chart in row if chart]
-    return [axis.title.text for layout in layouts for axis in (layout.xaxis, layout.yaxis)]
+def _each(drawn: dict[str, dict[str, Chart]]) -> list[Chart]:
+    return [chart for found in drawn.values() for chart in found.values()]
 
 
 # --- single figures ------------------------------------------------------------------------------------------------

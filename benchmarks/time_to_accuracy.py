@@ -121,6 +121,8 @@ def planned(part: Part) -> Plan:
 
 def planned_steps(found: Plan, strategy: str, workers: int) -> float:
     """As many times one worker's; nan where no plan says."""
+    if strategy == "single":
+        return 1.0
     wanted = plan(found.cluster, found.work, strategies=["single", strategy], max_workers=workers, noise=found.noise)
     point = next(point for point in wanted.points if point.asked != "single" and point.prediction.workers == workers)
     if not point.is_ranked or point.target_speedup is None:

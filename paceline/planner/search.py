@@ -125,8 +125,9 @@ class Plan:
     @cached_property
     def curves(self) -> dict[str, list[Point]]:
         """By label, against the number of workers."""
-        labels = dict.fromkeys(point.label for point in self.points)
-        return {label: [point for point in self.points if point.label == label] for label in labels}
+        once = {(point.label, point.prediction.workers): point for point in self.points}  # whoever asked for it
+        labels = dict.fromkeys(label for label, _ in once)
+        return {label: [point for point in once.values() if point.label == label] for label in labels}
 
     @property
     def best_of_each(self) -> list[Point]:
@@ -207,7 +208,11 @@ def plan(
     )
     most = min(max_workers or cluster.num_slots, target_batch or cluster.num_slots)
     judge = _Judge(cluster, work, target_batch, noise, single_steps, staleness_penalty)
-    asked = [*_names(), *_EXTRA] if strategies is None else [Variant.parse(text).text for text in strategies]
+    asked = (
+        [*_names(), *_EXTRA]
+        if strategies is None
+        else [*dict.fromkeys(Variant.parse(text).text for text in strategies)]
+    )
     unpriced = tuple(text for text in asked if why_unpriced(build(text).traits, work) is not None)
     priced = [text for text in asked if text not in unpriced]
     points = [judge.point(text, *choice) for text in priced for choice in _choices(cluster, text, most)]

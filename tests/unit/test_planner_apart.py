@@ -149,6 +149,13 @@ def test_strategies_may_be_given_with_their_codecs() -> None:
         planned(0.05, strategies=["al-reduce"])
 
 
+def test_what_is_asked_for_twice_is_looked_at_once() -> None:
+    """One length of rounds is also among those that the name alone stands for."""
+    found = planned(0.05, strategies=["single", "single", "local-sgd", "local-sgd:every=20"])
+    assert [len(curve) for label, curve in found.curves.items() if label == "local-sgd:every=20"] == [6]
+    assert [point.asked for point in found.best_of_each] == ["single", "local-sgd", "local-sgd:every=20"]
+
+
 def test_codecs_that_leave_out_little() -> None:
     assert all(map(leaves_out_little, (Int8(), FP8(), Auto(among="bf16+int8"))))
     assert not any(map(leaves_out_little, (QSGD(bits=2), TopK(), PowerSGD(), Auto())))

@@ -34,7 +34,7 @@ class Topology(Piece, ABC):
     @final
     def neighbours(self, step: int, rank: int, size: int) -> "Neighbours":
         """A worker's neighbours at this step, with weights. Raises ValueError if a source is no worker."""
-        return _neighbours(self, step % self.period(size), rank, size)
+        return _links(self, step % self.period(size), size)[rank]
 
     @final
     def matrix(self, step: int, size: int) -> Tensor:
@@ -72,30 +72,12 @@ class Topology(Piece, ABC):
     @final
     def keeps_mean(self, size: int) -> bool:
         """Whether mixing keeps the mean of all workers: every row and column of each matrix sums to one."""
-        for step in range(self.period(size)):
-            columns = [0.0] * size
-            for rank in range(size):
-                sources = self.sources(step, rank, size)
-                if not math.isclose(sum(sources.values()), 1):
-                    return False
-                for source, weight in sources.items():
-                    columns[source] += weight
-            if not all(math.isclose(column, 1) for column in columns):
-                return False
-        return True
+        return _keeps_mean(self, size)
 
     @final
     def joins_all(self, size: int) -> bool:
         """Whether what any worker has reaches every other in the end."""
-        heard: list[set[int]] = [set() for _ in range(size)]
-        for step in range(self.period(size)):
-            for rank in range(size):
-                heard[rank].update(self.sources(step, rank, size))
-        told: list[set[int]] = [set() for _ in range(size)]
-        for rank, sources in enumerate(heard):
-            for source in sources:
-                told[source].add(rank)
-        return len(_reached(heard)) == len(_reached(told)) == size
+        return _joins_all(self, size)
 
     @final
     def num_sent(self, size: int) -> tuple[float, int]:
@@ -127,12 +109,43 @@ def _reached(links: Sequence[Set[int]]) -> set[int]:
     return found
 
 
-@lru_cache(maxsize=4096)
-def _neighbours(topology: Topology, step: int, rank: int, size: int) -> Neighbours:
-    sources = dict(topology.sources(step, rank, size))
-    if not set(sources) <= set(range(size)):
-        raise ValueError(f"worker {rank} has the sources {sorted(sources)} among {size} workers")
-    everybody = {other: topology.sources(step, other, size) for other in range(size) if other != rank}
-    sends_to = {other: theirs[rank] for other, theirs in everybody.items() if rank in theirs}
-    own_weight = sources.pop(rank, 0.0)
-    return Neighbours(own_weight, sources, sends_to)
+@lru_cache(maxsize=512)
+def _links(topology: Topology, step: int, size: int) -> Sequence[Neighbours]:
+    """Of all workers at once: to whom one sends, the others' sources say."""
+    sources = [dict(topology.sources(step, rank, size)) for rank in range(size)]
+    sends_to: list[dict[int, float]] = [{} for _ in range(size)]
+    for rank, theirs in enumerate(sources):
+        if not all(0 <= source < size for source in theirs):
+            raise ValueError(f"worker {rank} has the sources {sorted(theirs)} among {size} workers")
+        for source, weight in theirs.items():
+            if source != rank:
+                sends_to[source][rank] = weight
+    return [Neighbours(theirs.pop(rank, 0.0), theirs, sends_to[rank]) for rank, theirs in enumerate(sources)]
+
+
+@lru_cache(maxsize=512)
+def _keeps_mean(topology: Topology, size: int) -> bool:
+    for step in range(topology.period(size)):
+        columns = [0.0] * size
+        for rank in range(size):
+            sources = topology.sources(step, rank, size)
+            if not math.isclose(sum(sources.values()), 1):
+                return False
+            for source, weight in sources.items():
+                columns[source] += weight
+        if not all(math.isclose(column, 1) for column in columns):
+            return False
+    return True
+
+
+@lru_cache(maxsize=512)
+def _joins_all(topology: Topology, size: int) -> bool:
+    heard: list[set[int]] = [set() for _ in range(size)]
+    for step in range(topology.period(size)):
+        for rank in range(size):
+            heard[rank].update(topology.sources(step, rank, size))
+    told: list[set[int]] = [set() for _ in range(size)]
+    for rank, sources in enumerate(heard):
+        for source in sources:
+            told[source].add(rank)
+    return len(_reached(heard)) == len(_reached(told)) == size

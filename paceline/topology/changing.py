@@ -1,7 +1,7 @@
 """Topologies whose neighbours change from step to step."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import final
@@ -53,10 +53,16 @@ class RandomPairs(_Drawn, name="random-pairs"):
     "Randomized gossip algorithms", IEEE Transactions on Information Theory 52(6), 2006, but all pairs at once)."""
 
     def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
-        order = list(range(size))
-        self.draw(step).shuffle(order)
-        place = order.index(rank) ^ 1
-        return {rank: 0.5, order[place]: 0.5} if place < size else {rank: 1.0}
+        partner = _partners(self, step, size).get(rank)
+        return {rank: 1.0} if partner is None else {rank: 0.5, partner: 0.5}
+
+
+@lru_cache(maxsize=512)
+def _partners(pairs: RandomPairs, step: int, size: int) -> Mapping[int, int]:
+    """Whoever has one at this step."""
+    order = list(range(size))
+    pairs.draw(step).shuffle(order)
+    return {order[place]: order[place ^ 1] for place in range(size - size % 2)}
 
 
 @final
@@ -78,10 +84,16 @@ class Matcha(_Drawn, name="matcha"):
             raise ValueError(f"budget must be above 0 and at most 1, not {self.budget}")
 
     def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
-        draw = self.draw(step)
-        drawn = [matching for matching in matchings(self.of, size) if draw.random() < self.budget]
-        near = {other: {pairs[other] for pairs in drawn if other in pairs} for other in range(size)}
-        return metropolis_hastings(rank, near[rank], {other: len(them) for other, them in near.items()})
+        near = _drawn_links(self, step, size)
+        return metropolis_hastings(rank, near[rank], {other: len(near[other]) for other in (rank, *near[rank])})
+
+
+@lru_cache(maxsize=512)
+def _drawn_links(matcha: Matcha, step: int, size: int) -> Sequence[Set[int]]:
+    """Of every worker."""
+    draw = matcha.draw(step)
+    drawn = [matching for matching in matchings(matcha.of, size) if draw.random() < matcha.budget]
+    return [{pairs[rank] for pairs in drawn if rank in pairs} for rank in range(size)]
 
 
 @lru_cache(maxsize=64)

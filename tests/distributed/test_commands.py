@@ -38,7 +38,7 @@ def test_demo(start, tmp_path: Path) -> None:
     command = start("demo", "--out", tmp_path / "demo", COLUMNS="80")
     output = command.wait(timeout_s=840)
     assert command.status == 0, output
-    ended = re.findall(r"^\d/6 (\S+) x (\d) seed 0: accuracy (\d\.\d+) after \S+ s", output, re.MULTILINE)
+    ended = re.findall(r"^\d/6 (\S+) x (\d) seed 0: accuracy (\d\.\d+) after (?:\d+ min )?\S+ s", output, re.MULTILINE)
     strategies = ("all-reduce", "ps-bsp", "ps-asp")
     assert [(name, workers) for name, workers, _ in ended] == [
         (name, workers) for counts in ("12", "18") for name in strategies for workers in counts

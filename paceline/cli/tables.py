@@ -75,7 +75,7 @@ def _passed(result: Result, target: Target, hold: int | None) -> str:
 
 
 def _goodput(result: Result) -> str | None:
-    """Of a run whose workers could die, and where the rest went."""
+    """The goodput of a run, and what the rest of its workers' time went into; none where nobody could die."""
     found = Goodput.of(
         result.events, worker_s=lambda: sum(s.compute_s + s.communication_s + s.waiting_s for s in result.steps)
     )

@@ -66,6 +66,11 @@ class Hosts:
     def paid_per_hour(self) -> float:
         return self.price_per_hour if self.spot_price_per_hour is None else self.spot_price_per_hour
 
+    @property
+    def worker_per_hour(self) -> float:
+        """What a worker's part of one of them costs."""
+        return self.paid_per_hour / self.slots
+
 
 @dataclass(frozen=True, kw_only=True)
 class Racks:
@@ -229,7 +234,7 @@ class Communication:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """What getting over failures takes besides what the simulation moves: `[recovery]`. Nothing, unless it says so."""
+    """What a run waits for while it gets over a failure, besides what the simulation moves by itself: `[recovery]`."""
 
     reform_s: float = setting("workers that are left, or that one joins, take to meet anew", 0.0, least=0)
     start_s: float = setting("a worker's process takes to start, where it joins or a run begins anew", 0.0, least=0)

@@ -360,7 +360,7 @@ class TableStore(ABC):
     num_read: int = 0
     """Rows that this worker has read."""
     num_kept: int = 0
-    """Of these, rows of which it had a copy."""
+    """How many of these it took from copies that it had."""
 
     @abstractmethod
     def read(self, wanted: Mapping[int, Tensor], *, is_fresh: bool) -> dict[int, Tensor]:

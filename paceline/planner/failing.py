@@ -19,7 +19,6 @@ from paceline.planner.search import CLOSE, Plan, Point
 Way = Literal["restart", "elastic"]
 DAY_S = 86_400.0
 """What a run would take without failures, where no plan says how long it is."""
-_DEADLINE_S = Elastic(at_least=1, at_most=1).deadline_s
 _HOPELESS = 500.0  # e to this is beyond any number of tries
 
 
@@ -129,7 +128,7 @@ class _Used:
 
     def price_per_s(self, *, there: float = 1.0) -> float:
         """`there`: the part of the time that workers have their hosts."""
-        of_workers = math.fsum(kind.paid_per_hour * count / kind.slots for kind, count in self.workers)
+        of_workers = math.fsum(kind.worker_per_hour * count for kind, count in self.workers)
         return (there * of_workers + math.fsum(kind.paid_per_hour * count for kind, count in self.others)) / 3600
 
     def away_s(self, work_s: float) -> float:
@@ -240,4 +239,4 @@ def _pauses(used: _Used, host: Hosts, iteration_s: float, workers: int) -> float
     reform_s = used.cluster.recovery.reform_s
     leaving = host.preemptions_per_hour / 3600 if host.notice_s > iteration_s else 0.0
     dying = used.failures_per_s(host) - leaving
-    return dying * (_DEADLINE_S + reform_s + iteration_s / workers) + leaving * reform_s
+    return dying * (Elastic.deadline_s + reform_s + iteration_s / workers) + leaving * reform_s

@@ -202,7 +202,8 @@ def run(
                 with watched as watcher:
                     _warn(watcher, found)
                     begin = partial(_begin, directory, described, continued)
-                    simulating.simulate(job, directory, watcher, begin=begin)
+                    began_s = 0.0 if checkpoint is None else checkpoint.time_s
+                    simulating.simulate(job, directory, watcher, begin=begin, began_s=began_s)
             finally:
                 gc.collect()  # models lie in reference cycles, which Python keeps: it counts objects, not bytes
             return Result(directory)

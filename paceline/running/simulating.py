@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.checkpoint import Checkpoint, DamagedCheckpoint
+from paceline.checkpoint import DamagedCheckpoint
 from paceline.engines.standing import Watcher
 from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.job import VirtualJob
@@ -16,15 +16,17 @@ _MOST_TRIES = 50
 """From one checkpoint: hosts that fail so often let nobody come to the next."""
 
 
-def simulate(job: VirtualJob, directory: Path, watcher: Watcher, *, begin: Callable[[], None]) -> None:
+def simulate(
+    job: VirtualJob, directory: Path, watcher: Watcher, *, begin: Callable[[], None], began_s: float = 0.0
+) -> None:
     """As `VirtualRun.run`. With `checkpoint_every` a run without `--elastic` begins anew where a failure has ended it,
     as somebody would with `--resume` once a host is there: the clock shows that time, and what was done twice.
 
     Args:
         begin: called when nothing that was asked for keeps the run from beginning.
+        began_s: what the clock shows then, as the job's checkpoint has it.
     """
     simulation = VirtualRun(job, directory, watcher)
-    began_s = 0.0 if job.checkpoint is None else Checkpoint.decode(job.checkpoint, where="the checkpoint").time_s
     begin()
     num_tries: dict[int, int] = {}
     while True:

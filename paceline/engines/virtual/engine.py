@@ -58,7 +58,7 @@ class VirtualRun:
         self._job, self._watcher = job, watcher
         self.ledger, self.attempt = ledger or Ledger(), attempt
         self.lost: LostHost | None = None
-        """What has ended the run."""
+        """The host without which the run could not go on; none: it has not lost one."""
         self._host_names = job.cluster.names()
         self._timeline = EventQueue()
         self._reporter = DirectoryReporter(directory, job.config, self._on_records)
@@ -72,6 +72,7 @@ class VirtualRun:
         self._dead: set[str] = set()
         self._lost: set[int] = set()  # ranks without whom others go on
         self._is_ending = False
+        self._processes: dict[int, Process] = {}  # by rank, as are worlds
         self._present: dict[int, World] = {}
         self._fleet = self._roll = None
         if job.config.elastic is not None:
@@ -135,14 +136,12 @@ class VirtualRun:
             seed=derive(self._job.config.seed, "attempt", self.attempt) if self.attempt else self._job.config.seed,
             on_notice=fleet.notice if fleet is not None else lambda host, notice_s: None,
             on_gone=self._lose,
-            on_back=lambda host: fleet.replace() if fleet is not None else None,
+            on_back=fleet.come_back if fleet is not None else lambda host: None,
         )
-        if fleet is not None:
-            fleet.lives = lives
         lives.begin(range(cluster.num_hosts) if fleet is not None else sorted({*places.workers, *places.servers}))
 
     def _spawn(self, rank: int) -> None:
-        self._scheduler.spawn(f"worker-{rank}", partial(self._work, rank))
+        self._processes[rank] = self._scheduler.spawn(f"worker-{rank}", partial(self._work, rank))
 
     def _simulate(self) -> None:
         try:
@@ -174,7 +173,7 @@ class VirtualRun:
         """Run a worker's program in a world of its own, and note how that ended."""
         world: World | None = None
         try:
-            process = self._process_of(rank)
+            process = self._processes[rank]
             before_step = partial(self._require_going, process)
             world = self._worlds.of(rank, process, before_step=before_step, roll=self._roll)
             self._present[rank] = world
@@ -224,17 +223,14 @@ class VirtualRun:
         self._scheduler.abort(Aborted(f"{self._host_names[host]} failed"))
 
     def _kill(self, rank: int) -> bool:
-        """End a worker's process, without whom others go on; false where it was over, or has not begun."""
+        """End a worker's process, without whom others go on; false where its program was over."""
         self._lost.add(rank)
-        started = [process for process in self._scheduler.processes if process.name == f"worker-{rank}"]
-        for process in started:
+        process = self._processes.get(rank)
+        if process is not None:
             if process.is_over:
                 return False
             self._scheduler.end(process, Aborted("its host is gone"))
         return True
-
-    def _process_of(self, rank: int) -> Process:
-        return next(process for process in self._scheduler.processes if process.name == f"worker-{rank}")
 
     def begins_anew(self, *, host: str, iteration: int, again_s: float, down_s: float) -> None:
         """The host was lost, and the run goes on from a checkpoint: so much is done again, after so long."""
@@ -260,9 +256,8 @@ class VirtualRun:
         return cluster.recovery.start_s + (math.inf if back_after_s is None else back_after_s)
 
     def _price_per_hour(self, host: int) -> float:
-        """Of a worker's part of its host."""
-        kind = self._job.cluster.each_host()[host]
-        return kind.paid_per_hour / kind.slots
+        """What a worker's part of this host costs."""
+        return self._job.cluster.each_host()[host].worker_per_hour
 
     def _say(self, line: str) -> None:
         with self._surroundings.not_heard():
@@ -270,8 +265,8 @@ class VirtualRun:
 
     def _statements(self) -> list[Statement]:
         members = []
-        for process in self._scheduler.processes:
-            outcome = self._outcomes.get(int(process.name.partition("-")[2]))
+        for rank, process in self._processes.items():
+            outcome = self._outcomes.get(rank)
             num_steps = outcome.num_steps if outcome is not None else 0
             members.append(Statement(process.name, None, num_steps, outcome, is_dead=process.name in self._dead))
         for server in self._worlds.servers:

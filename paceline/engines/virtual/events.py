@@ -25,7 +25,7 @@ class EventQueue:
         heapq.heappush(self._events, (time_s if time_s > now_s else now_s, self._num_asked, action, arguments))
 
     def meanwhile(self, time_s: float, action: Callable[..., object], *arguments: Any) -> None:
-        """As `at`, for what nobody waits for: if nothing else is left, it does not happen."""
+        """Like `at`, for an action that nobody waits for: `run` may return before its time has come."""
         self._num_meanwhile += 1
         self.at(time_s, self._call_meanwhile, action, arguments)
 

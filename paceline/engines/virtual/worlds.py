@@ -169,17 +169,31 @@ class Worlds:
         return World(context, job.strategy, job.config, self._reporter, checkpoint)
 
     def _connect(self, process: Process, meeting: Meeting, *, place: int, timing: Timing) -> Collective:
-        if meeting.size == 1:
-            return AloneCollective(timing=timing)
-        costs, (message_s, message_core_s) = self._job.cluster.communication, self._message_s
+        return (
+            AloneCollective(timing=timing)
+            if meeting.size == 1
+            else self._end_at(meeting, process, place, timing=timing)
+        )
+
+    def _end_at(
+        self,
+        meeting: Meeting,
+        process: Process,
+        place: int,
+        *,
+        timing: Timing | None = None,
+        is_lost: Callable[[], bool] = lambda: False,
+    ) -> VirtualCollective:
+        message_s, message_core_s = self._message_s
         return VirtualCollective(
             meeting,
             process,
             rank=place,
             timing=timing,
-            operation_s=costs.operation_us * _US,
+            operation_s=self._job.cluster.communication.operation_us * _US,
             message_s=message_s,
             message_core_s=message_core_s,
+            is_lost=is_lost,
         )
 
     def _thread(self, host: int) -> Thread:
@@ -217,18 +231,9 @@ class Worlds:
     def _collective(self, rank: int, process: Process) -> Collective:
         if self._job.num_workers == 1:
             return AloneCollective()
-        costs = self._job.cluster.communication
-        operation_s, (message_s, message_core_s) = costs.operation_us * _US, self._message_s
-        draws = random.Random(derive(self._job.config.seed, "loss", rank))
-        collective = VirtualCollective(
-            self._meeting,
-            process,
-            rank=rank,
-            operation_s=operation_s,
-            message_s=message_s,
-            message_core_s=message_core_s,
-            is_lost=lambda: draws.random() < costs.loss,
-        )
+        costs, (message_s, _) = self._job.cluster.communication, self._message_s
+        operation_s, draws = costs.operation_us * _US, random.Random(derive(self._job.config.seed, "loss", rank))
+        collective = self._end_at(self._meeting, process, rank, is_lost=lambda: draws.random() < costs.loss)
         own = [
             VirtualCollective(meeting, process, rank=ranks.index(rank), operation_s=operation_s, message_s=message_s)
             for ranks, meeting in self._groups

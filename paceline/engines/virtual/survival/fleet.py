@@ -8,7 +8,6 @@ from paceline.cluster.description import Cluster
 from paceline.elastic import Elastic
 from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.survival.ledger import Ledger
-from paceline.engines.virtual.survival.lives import Lives
 from paceline.engines.virtual.survival.roll import Roll
 
 
@@ -44,8 +43,7 @@ class Fleet:
         self._wanted, self._replacements_left = len(host_of), elastic.replacements
         self._coming: set[int] = set()
         self._dead: set[int] = set()
-        self._doomed: set[int] = set()  # hosts that will be taken away
-        self.lives: Lives | None = None
+        self._away: set[int] = set()  # hosts that are gone, or will be taken away
         for rank in host_of:
             ledger.begins(rank, timeline.now_s, price_per_hour=self._price_of(rank))
 
@@ -53,7 +51,7 @@ class Fleet:
 
     def notice(self, host: int, notice_s: float) -> None:
         """The host will be taken away: its workers leave between two steps."""
-        self._doomed.add(host)
+        self._away.add(host)
         members = self._on(host, self._roll.living)
         if members:
             self._event("notice", host=self._names[host], members=_names(members), notice_s=notice_s)
@@ -64,7 +62,7 @@ class Fleet:
 
     def go(self, host: int) -> None:
         """The host is gone, and all on it are dead: the others know once it has been silent for the deadline."""
-        self._doomed.discard(host)
+        self._away.add(host)
         self._coming -= set(self._roll.living)
         now_s = self._timeline.now_s
         uncommitted_s = now_s - self._roll.meeting.met_s
@@ -85,6 +83,11 @@ class Fleet:
         if not set(self._roll.living) - self._dead:  # there is nobody to miss anybody
             for rank in self._roll.living:
                 self._miss(rank, now_s)
+
+    def come_back(self, host: int) -> None:
+        """The host, or one like it, is there again."""
+        self._away.discard(host)
+        self.replace()
 
     def _miss(self, rank: int, died_s: float) -> None:
         self._roll.lose(rank, died_s=died_s)
@@ -122,18 +125,15 @@ class Fleet:
             self._spawn(rank)
 
     def _free_host(self) -> int | None:
-        assert self.lives is not None
         taken = Counter(self.host_of[rank] for rank in {*self._roll.living, *self._coming})
-        away = self.lives.gone | self._doomed
-        free = (host for host, kind in enumerate(self._hosts) if host not in away and taken[host] < kind.slots)
+        free = (host for host, kind in enumerate(self._hosts) if host not in self._away and taken[host] < kind.slots)
         return next(free, None)
 
     def _on(self, host: int, ranks: tuple[int, ...]) -> list[int]:
         return [rank for rank in sorted(set(ranks)) if self.host_of[rank] == host]
 
     def _price_of(self, rank: int) -> float:
-        kind = self._hosts[self.host_of[rank]]
-        return kind.paid_per_hour / kind.slots
+        return self._hosts[self.host_of[rank]].worker_per_hour
 
 
 def _names(ranks: list[int]) -> list[str]:

@@ -34,7 +34,6 @@ class Lives:
         self._failures_per_s = cluster.compute.failures_per_hour / 3600
         self._on_notice, self._on_gone, self._on_back = on_notice, on_gone, on_back
         self._draws: dict[tuple[str, int], random.Random] = {}
-        self.gone: set[int] = set()
 
     def begin(self, hosts: Iterable[int]) -> None:
         """These hosts are there."""
@@ -52,14 +51,12 @@ class Lives:
             self._timeline.meanwhile(gone_s, self._go, host)
 
     def _go(self, host: int) -> None:
-        self.gone.add(host)
         back_after_s = self._hosts[host].back_after_s
         if back_after_s is not None:
             self._timeline.meanwhile(self._timeline.now_s + back_after_s, self._return, host)
         self._on_gone(host)
 
     def _return(self, host: int) -> None:
-        self.gone.discard(host)
         self._live(host)
         self._on_back(host)
 

@@ -1,5 +1,6 @@
 """ZeroMQ sockets of a served run, under CURVE with one key a client: the server's, and a client's."""
 
+import contextlib
 import secrets
 from collections.abc import Callable
 from typing import final
@@ -121,7 +122,9 @@ class ServerSocket:
         return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
 
     def send(self, message: Message) -> None:
-        self._socket.send_multipart(message.encode(), copy=not message.payload)
+        """Nothing goes where the address is of something else than a server: sending would wait for ever."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart(message.encode(), zmq.NOBLOCK, copy=not message.payload)
 
     def is_refused(self) -> bool:
         """Whether the server has refused this ticket since the last call."""

@@ -7,6 +7,7 @@ again on the next one, which ZeroMQ makes (`delivery.py`).
 import contextlib
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -151,7 +152,7 @@ class Caller:
         """`keep`: as of `Delivery.send`."""
         frames = self._delivery.send(message.encode(), keep=keep)
         if frames:
-            self.socket.send_multipart(frames, copy=not message.payload)
+            self._say(frames, copy=not message.payload)
 
     def receive(self) -> list[Raw] | None:
         """A message's frames, if one has come. To be called now and then where one is awaited, too: when none has, it
@@ -167,7 +168,7 @@ class Caller:
             heard = self._delivery.hear(envelope, frames)
             self._was_broken = self._was_broken and self._delivery.is_asking
             for said in heard.say:
-                self.socket.send_multipart(said, copy=False)
+                self._say(said)
             if heard.is_new:
                 return frames
 
@@ -212,8 +213,12 @@ class Caller:
 
     def _ask(self) -> None:
         self._asked_s = time.monotonic()
-        with contextlib.suppress(zmq.Again):  # a listener that has refused the keys leaves no way to it
-            self.socket.send_multipart(self._delivery.ask(), zmq.NOBLOCK)
+        self._say(self._delivery.ask())
+
+    def _say(self, frames: Sequence[Raw], *, copy: bool = False) -> None:
+        """A listener that has refused the keys, or is none, leaves no way to it: sending would wait for ever."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
 
 
 def _keep_alive(socket: "zmq.Socket[bytes]") -> None:

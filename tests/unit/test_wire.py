@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -122,7 +122,9 @@ def test_a_stranger_gets_nothing_in_or_out(keys: Keys, stranger: str) -> None:
         zmq.Context() as context,
         strange_socket(context, listener.endpoint, server, client=client) as dealer,
     ):
-        dealer.send_multipart([bytes(part) for part in Message(Kind.ABORT, 1).encode()])
+        # A dealer that was turned away already has nowhere to send to, and would wait for ever.
+        with suppress(zmq.Again):
+            dealer.send_multipart([bytes(part) for part in Message(Kind.ABORT, 1).encode()], zmq.DONTWAIT)
         assert receive(listener, within_s=SILENCE_S) is None
         exchange(listener, friend)
         assert receive(listener, within_s=0) is None
@@ -157,6 +159,22 @@ def test_garbage_at_the_port_disturbs_nobody(keys: Keys, name: str) -> None:
             for intruder in intruders:
                 intruder.close()
         exchange(listener, friend)
+
+
+def test_a_caller_of_another_programs_port_goes_on(keys: Keys) -> None:
+    """ZeroMQ gives such a connection up, and would keep waiting to send."""
+    greeting = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        with closing(Caller(keys, endpoint=endpoint, identity="worker-0")) as caller:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(greeting)
+                assert caller.broken.poll(int(WITHIN_S * 1000))
+                for _ in range(3):
+                    caller.send(Message(Kind.PULL, 1))
+                    time.sleep(0.01)
+                assert not caller.settle(within_s=SILENCE_S)
 
 
 def test_a_second_caller_of_a_name_does_not_take_the_firsts_place(keys: Keys) -> None:

@@ -165,7 +165,7 @@ ROWS = (
         moves_every_step=False,
         in_processes="quick",
     ),
-    coded("gossip", "int8", options=GOSSIP, workers_differ=True, is_slow=False, in_processes="quick"),
+    coded("gossip", "int8", options=GOSSIP, workers_differ=True, is_slow=False, in_processes="slow"),
     coded("gossip", "top-k:ratio=0.2", options={**GOSSIP, "order": "awc"}, workers_differ=True),
     *(
         coded(
@@ -222,7 +222,7 @@ ROWS = (
         steps_an_iteration=4,
         is_plain=False,
         is_slow=False,
-        in_processes="quick",
+        in_processes="slow",
     ),
     Row(
         "async-diloco",

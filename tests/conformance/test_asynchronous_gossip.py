@@ -75,7 +75,7 @@ def train_with_a_slow_worker(worker: Worker, out: Path, *, num_steps: int = 30) 
 
 
 @every_engine
-@pytest.mark.parametrize("topology", [Ring(), Star()], ids=str)
+@pytest.mark.parametrize("topology", [pytest.param(Ring(), marks=pytest.mark.slow), Star()], ids=str)
 def test_every_gradient_counts_once_in_the_mean(engine: str, topology: Topology, tmp_path: Path) -> None:
     strategy = AsynchronousGossip(topology=topology, own_scores=False)
     result = run(train_with_a_slow_worker, tmp_path, strategy, workers=4, engine=engine, eval_every=10, max_steps=90)

@@ -277,7 +277,7 @@ def test_auto_takes_the_next_best_until_the_best_may_begin(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        ("gossip", {}),
+        pytest.param("gossip", {}, marks=pytest.mark.slow),
         pytest.param("gossip", {"topology": "star", "every": "2"}, marks=pytest.mark.slow),
         pytest.param("local-sgd", {"every": "3", "post_local_from": "2", "warmup": "2"}, marks=pytest.mark.slow),
         ("diloco", {"every": "4", "fragments": "2"}),

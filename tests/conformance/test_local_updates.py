@@ -306,7 +306,7 @@ def train_and_clamp(worker: Worker, out: Path) -> None:
 
 
 @ENGINES
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_a_script_does_after_a_round_is_in_evaluations_and_the_end(
     workers: int, engine: ModuleType, tmp_path: Path
 ) -> None:

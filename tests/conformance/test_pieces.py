@@ -55,9 +55,10 @@ def train_adam(worker: Any) -> None:
     [
         "adam",
         "clip by norm, uneven tail",
-        "normalised sgd of the script's own",
-        "one-cycle schedule, momentum",
-        "mixed dtypes",
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("normalised sgd of the script's own", "one-cycle schedule, momentum", "mixed dtypes")
+        ),
     ],
 )
 def test_pieces_equal_one_process(case: str, num_servers: int, tmp_path: Path) -> None:

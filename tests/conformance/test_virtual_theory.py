@@ -56,7 +56,7 @@ def test_exponential_compute_gives_a_geometric_staleness(tmp_path: Path) -> None
         assert share == pytest.approx((1 - 1 / n) ** k / n, abs=0.025)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_workers", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_exponential_stragglers_make_synchronous_steps_grow_as_harmonic_numbers(
     num_workers: int, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ LIMIT_S = 120.0  # of a busy machine; the deadline, at which the survivors would
 @pytest.mark.parametrize(
     ("strategy", "victim", "num_workers"),
     [
-        ("all-reduce", "worker-1", 2),
+        pytest.param("all-reduce", "worker-1", 2, marks=pytest.mark.slow),
         pytest.param("ps-asp", "worker-0", 2, marks=pytest.mark.slow),
         ("ps-bsp", "server-1", 2),
     ],
@@ -53,6 +53,7 @@ def test_death_in_the_middle_of_a_step(start, tmp_path: Path, strategy: str, vic
     command.assert_nothing_left()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_launcher(start, tmp_path: Path) -> None:
     out = tmp_path / "out"

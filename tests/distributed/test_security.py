@@ -116,6 +116,7 @@ def own_address() -> str:
     return str(get_node_ip_address())
 
 
+@pytest.mark.slow
 def test_a_run_on_one_host(start: Callable[..., Command], tmp_path: Path) -> None:
     out = tmp_path / "out"
     strategy = ["--strategy", "ps-bsp", "--workers", 2, "--option", "servers=1"]

@@ -62,7 +62,7 @@ def train_alone(optimizer: str) -> dict[str, torch.Tensor]:
     ("strategy", "options", "num_workers", "optimizer"),
     [
         pytest.param("all-reduce", {}, 4, "momentum", marks=pytest.mark.slow),
-        ("all-reduce", {}, 2, "adamw"),
+        pytest.param("all-reduce", {}, 2, "adamw", marks=pytest.mark.slow),
         pytest.param("ps-bsp", {"servers": 3}, 2, "adam", marks=pytest.mark.slow),
         pytest.param("ps-bsp", {"servers": 1}, 2, "adamw", marks=pytest.mark.slow),
     ],

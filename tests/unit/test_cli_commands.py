@@ -13,6 +13,7 @@ from paceline.cli import commands
 from paceline.cluster.reading import shipped
 
 
+@pytest.mark.slow
 def test_a_command_that_draws_nothing_does_not_load_plotly() -> None:
     code = (
         "import sys; from paceline.cli import commands; [commands.load(name) for name in commands.SUMMARIES]; "
@@ -55,7 +56,7 @@ def test_run_is_understood_before_torch_is_loaded() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(("engine", "starts"), [("ray", True), ("virtual", False)])
+@pytest.mark.parametrize(("engine", "starts"), [("ray", True), pytest.param("virtual", False, marks=pytest.mark.slow)])
 def test_ray_starts_before_torch_is_loaded_and_a_run_begins_after_both(engine: str, starts: bool) -> None:
     code = f"""
 import contextlib, sys
@@ -87,7 +88,7 @@ def test_help_names_clusters_and_data_sets() -> None:
         ("comp", {"compare"}),
         ("run train.py --strat", {"--strategy"}),
         ("run train.py --cluster lab", {"lab-1gbe"}),
-        ("plan train.py --cluster v", {"volunteers"}),
+        pytest.param("plan train.py --cluster v", {"volunteers"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_shell_completes_commands_options_and_clusters(words: str, wanted: set[str]) -> None:

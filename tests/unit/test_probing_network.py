@@ -44,6 +44,7 @@ def test_too_few_pieces_say_nothing() -> None:
     assert unevenness_of([[100, 50], [10, 9]]) is None
 
 
+@pytest.mark.slow
 def test_connections_to_one_listener_are_all_counted() -> None:
     keys = Keys.generate()
     echo = Echo(keys, host="127.0.0.1")

@@ -231,6 +231,34 @@ def test_a_job_on_two_hosts_trains_under_servers_and_leaves_nothing(slurm: Slurm
     assert left_of(job, slurm) == []
 
 
+def test_two_jobs_share_a_host_and_each_ends_only_its_own(slurm: Slurm, tmp_path: Path) -> None:
+    folders = {epochs: tmp_path / str(epochs) for epochs in (5, 40)}
+    for folder in folders.values():
+        folder.mkdir()
+    jobs = {
+        epochs: slurm.submit(
+            write_script(folder, epochs=epochs, pause_s=0.1),
+            "--nodes",
+            "1",
+            "--cores",
+            "1",
+            "--sbatch",
+            "nodelist=n1",
+            cwd=folder,
+        )
+        for epochs, folder in folders.items()
+    }
+    results = {epochs: folders[epochs] / "runs" / f"slurm-{job}" for epochs, job in jobs.items()}
+    for result in results.values():
+        wait_for_steps(result / "steps.csv")
+    assert slurm.wait(jobs[5], "COMPLETED", "FAILED") == "COMPLETED"
+    assert slurm.state(jobs[40]) == "RUNNING"
+    assert slurm.wait(jobs[40], "COMPLETED", "FAILED") == "COMPLETED"
+    for epochs, result in results.items():
+        assert len((result / "steps.csv").read_text().splitlines()) == 1 + epochs * 8
+        assert left_of(jobs[epochs], slurm) == []
+
+
 def test_a_job_whose_time_is_over_saves_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     script = write_script(tmp_path, epochs=40, pause_s=0.1)
     job = slurm.submit(script, "--nodes", "1", "--cores", "2", "--workers", "2", cwd=tmp_path)

@@ -2,6 +2,7 @@
 
     python recipes/mnist_mirrored.py --workers 2
     python recipes/mnist_mirrored.py --workers 2 --dataset digits --epochs 2 --out runs/mirrored
+    python recipes/mnist_mirrored.py --workers 8 --address 10.0.0.1:6379
     paceline run recipes/mnist_mirrored.py --strategy all-reduce --workers 2 -- --dataset digits
 
 RMSprop, a batch that grows with the replicas, a learning rate that falls by epochs, a line an epoch, and checkpoints:
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from paceline.compat.strategies import MirroredStrategy
+from paceline.compat.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 from paceline.data import collate, load
 
 Callback = Callable[[int], None]
@@ -27,6 +28,7 @@ Callback = Callable[[int], None]
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, help="replicas; by default every GPU, or one; of a run, those it has")
+    parser.add_argument("--address", help="a Ray cluster's, on all of whose hosts to train; else on this one")
     parser.add_argument("--dataset", choices=("digits", "mnist", "fashion-mnist"), default="mnist")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=64, help="images per step and replica")
@@ -57,7 +59,7 @@ def decay(epoch: int) -> float:
     return 1e-4 if epoch < 7 else 1e-5
 
 
-def train(args: argparse.Namespace, strategy: MirroredStrategy) -> None:
+def train(args: argparse.Namespace, strategy: MirroredStrategy | MultiWorkerMirroredStrategy) -> None:
     global_batch = strategy.global_batch(args.batch_size)
     with strategy.scope() as worker:
         data = load(args.dataset)
@@ -104,10 +106,12 @@ def train(args: argparse.Namespace, strategy: MirroredStrategy) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    strategy = MirroredStrategy(workers=args.workers)
-    result = strategy.run(
-        train, args=(args, strategy), checkpoint_every=args.checkpoint_every, out=args.out, resume=args.resume
-    )
+    named = MultiWorkerMirroredStrategy if args.address else MirroredStrategy
+    strategy = named(workers=args.workers)
+    settings = {"checkpoint_every": args.checkpoint_every, "out": args.out, "resume": args.resume}
+    if args.address:
+        settings["address"] = args.address
+    result = strategy.run(train, args=(args, strategy), **settings)
     if result is not None:
         print(result)
 

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from benchmarks.namespaces import Network
+from paceline.running.result import Result
 from tests.distributed.harness import SCRIPTS
+
+RECIPE = SCRIPTS.parents[2] / "recipes" / "mnist_mirrored.py"
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,3 +40,7 @@ def test_workers_on_two_hosts_train_as_one_process(hosts: Network, tmp_path: Pat
         assert len({each["host"] for each in found}) == len(found) == 2, name
         for each in found:
             torch.testing.assert_close(torch.tensor(each["weight"]), torch.tensor(alone["weight"]), atol=1e-5, rtol=0.0)
+    out = tmp_path / "recipe"
+    options = ["--workers", "2", "--dataset", "digits", "--epochs", "3", "--address", address, "--out", str(out)]
+    hosts.run(hosts.hosts[0], [sys.executable, str(RECIPE), *options], timeout_s=300)
+    assert Result.open(out).metrics["accuracy"] > 0.85

@@ -149,6 +149,10 @@ class Participation:
     """Passes of a client over its samples in a turn."""
     is_settled: bool
     """A client is always played by the same worker, which keeps what belongs to it."""
+    weighs: bool = True
+    """Clients count by their samples."""
+    least: int = 1
+    """Fewer clients make no round."""
     is_played: bool = True
     """False: clients are elsewhere, and no turn is played here."""
 

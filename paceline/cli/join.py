@@ -19,6 +19,9 @@ def join(
         str | None,
         typer.Option(help="Where the server is.", metavar="HOST[:PORT]", show_default="as the ticket says"),
     ] = None,
+    secure: Annotated[
+        bool, typer.Option("--secure", help="Take part only if the server learns sums of updates alone (secure=masks).")
+    ] = False,
     deadline: Annotated[
         float, typer.Option(help="Seconds without a word of the server's after which to end.")
     ] = 3600.0,
@@ -49,6 +52,7 @@ def join(
             ticket=ticket,
             arguments=arguments or (),
             address=address,
+            secure=secure,
             config=config,
             seed=seed,
             out=out,

@@ -121,6 +121,8 @@ def serve(
                 deadline_s=rules.deadline_s,
                 outweigh=rules.outweigh,
                 over=rules.over,
+                weighs=participation.weighs,
+                least=participation.least,
             ),
             directory=directory,
             checkpoint=checkpoint,
@@ -137,6 +139,7 @@ def join(
     ticket: Path,
     arguments: Sequence[str] = (),
     address: str | None = None,
+    secure: bool = False,
     config: RunConfig | None = None,
     seed: int | None = None,
     out: Path | None = None,
@@ -148,6 +151,7 @@ def join(
     Args:
         ticket: the file that the server's owner has given to this client, and to nobody else.
         address: of the server, if not the ticket's.
+        secure: take part only where the server learns sums of updates alone.
         seed: of what this client draws; none: drawn itself, so that not even the server can tell its noise.
         out: where this client keeps its records, and what it keeps from turn to turn; none: a directory of the
             ticket's under `runs`. It goes on with what is there.
@@ -164,6 +168,11 @@ def join(
         name, options = run.welcome()
         plan = build(name, options)
         _require_servable(plan)
+        if secure and getattr(plan, "secure", None) is None:
+            raise UsageError(
+                "this server is sent each client's update as it is, and you asked to join only under masks; have it "
+                "served with --option secure=masks"
+            )
         said = " ".join(f"{key}={value}" for key, value in options.items())
         say(f"joined as client {own.client}: {name} {said}".rstrip())
         # A server's owner may serve several runs with the same tickets.
@@ -189,8 +198,7 @@ def _require_servable(strategy: Strategy) -> None:
             f"sampler={participation.sampler} draws how long simulated clients take, and clients elsewhere take their "
             "time themselves; leave it out, and see --over and --round-deadline"
         )
-    if getattr(strategy, "secure", None) is not None:
-        raise UsageError("secure=masks needs stages that clients elsewhere do not play so far; leave it out")
+    strategy.check_elsewhere()
 
 
 @contextmanager

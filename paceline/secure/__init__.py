@@ -16,9 +16,19 @@ It needs the package `cryptography` (`pip install paceline[secure]`).
 """
 
 from paceline.secure.client import Client, PublicKeys, Revealed
-from paceline.secure.graph import neighbours
+from paceline.secure.graph import Parties, neighbours, parties
 from paceline.secure.quantising import Quantiser
 from paceline.secure.secrets import SecureError
 from paceline.secure.server import Server
 
-__all__ = ["Client", "PublicKeys", "Quantiser", "Revealed", "SecureError", "Server", "neighbours"]
+__all__ = [
+    "Client",
+    "Parties",
+    "PublicKeys",
+    "Quantiser",
+    "Revealed",
+    "SecureError",
+    "Server",
+    "neighbours",
+    "parties",
+]

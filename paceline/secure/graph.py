@@ -1,7 +1,28 @@
 """Who shares secrets with whom."""
 
+import math
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Parties(NamedTuple):
+    """Who takes part in a round."""
+
+    neighbours: dict[int, frozenset[int]]
+    threshold: int
+    """So many of a client and its neighbours undo its mask together."""
+
+
+def parties(clients: Sequence[int], *, num_neighbours: int | None, part: float, seed: int) -> Parties:
+    """
+    Args:
+        num_neighbours: of each client, an even number; none, or more than there are: all others.
+        part: of a client and its neighbours that has to stay until the end.
+    """
+    degree = min(num_neighbours or len(clients), len(clients) - 1)
+    threshold = max((degree + 1) // 2 + 1, math.ceil(part * (degree + 1)))
+    return Parties(neighbours(clients, degree=degree, seed=seed), threshold)
 
 
 def neighbours(clients: Sequence[int], *, degree: int, seed: int) -> dict[int, frozenset[int]]:

@@ -1,12 +1,17 @@
 """The client's end of a served run: it comes, waits for its turn, gets the state, and sends what it made of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor
 
 from paceline.messages import FRAME_BYTES, Kind, Message, raw_bytes
 from paceline.served.form import EPOCH, TRAINS, VERSION, Form, piece, pieces_of
+
+if TYPE_CHECKING:
+    from paceline.served.masked_turn import MaskedTurn
 
 _WINDOW = 4
 """Pieces that are asked for before the first of them has come."""
@@ -21,6 +26,7 @@ class Phase(Enum):
     ATTACHING = "the server's word that the models are the same"
     WAITING = "its turn"
     FETCHING = "the server's state"
+    SHARING = "the secrets of all who take part"
     TRAINING = "its own training"
     SENDING = "the server's word that the update has come"
     OVER = "nothing"
@@ -31,6 +37,7 @@ class _Attached:
     state: Form
     update: Form
     samples: int
+    mask: "Callable[[Mapping[str, Any], int], MaskedTurn] | None"
 
 
 @final
@@ -56,13 +63,29 @@ class ClientCore:
         self._attached: _Attached | None = None
         self._num_asked = 0
         self._update: tuple[memoryview, dict[str, Any]] | None = None
+        self._masked: MaskedTurn | None = None
+        """The turn, where updates go under masks."""
+        self._attempt: dict[str, Any] = {}
+        """At the round, of which the server is told with an update under masks."""
         self._spoke_s = self._moved_s = -_RETRY_S
 
     # --- what the script does ---------------------------------------------------------------------------------
 
-    def attach(self, state: Form, update: Form, *, samples: int) -> None:
-        """The script is ready: this is what it exchanges, and how many samples it has."""
-        self._attached = _Attached(state, update, samples)
+    def attach(
+        self,
+        state: Form,
+        update: Form,
+        *,
+        samples: int,
+        mask: "Callable[[Mapping[str, Any], int], MaskedTurn] | None" = None,
+    ) -> None:
+        """The script is ready: this is what it exchanges, and how many samples it has.
+
+        Args:
+            mask: begins a turn under masks, from what the server has said of it and the round's number; none: updates
+                go as they are.
+        """
+        self._attached = _Attached(state, update, samples, mask)
         self._say_attach()
 
     def send(self, content: memoryview, *, scale: float) -> None:
@@ -70,9 +93,20 @@ class ClientCore:
         self._update = (content, {"scale": scale})
         self._send_update()
 
+    def send_masked(self, vector: Tensor) -> None:
+        """What the turn came to, 1-D, under this turn's masks."""
+        assert self._masked is not None
+        try:
+            content = self._masked.mask(vector)
+        except ValueError as error:
+            self._give_up(error)
+            return
+        self._update = (content, self._attempt)
+        self._send_update()
+
     def send_nothing(self) -> None:
         """The turn came to nothing."""
-        self._update = (memoryview(b""), {"nothing": True})
+        self._update = (memoryview(b""), {**self._attempt, "nothing": True})
         self._send_update()
 
     def leave(self) -> None:
@@ -95,7 +129,7 @@ class ClientCore:
             self._out(Message(Kind.JOIN, EPOCH, body={"version": VERSION}))
         elif self.phase is Phase.ATTACHING:
             self._say_attach()
-        elif self.phase in (Phase.WAITING, Phase.TRAINING, Phase.SENDING):
+        elif self.phase in (Phase.WAITING, Phase.SHARING, Phase.TRAINING, Phase.SENDING):
             flags = TRAINS if self.phase is Phase.TRAINING else 0
             self._out(Message(Kind.PULSE, EPOCH, flags=flags, iteration=self.round))
         elif self.phase is Phase.FETCHING:
@@ -128,6 +162,8 @@ class ClientCore:
             self.phase = Phase.WAITING
         elif kind in (Kind.TURN, Kind.STOP):
             self._take_turn(message, now_s)
+        elif kind is Kind.SECRETS:
+            self._take_secrets(message)
         elif kind is Kind.CONTENT and phase is Phase.FETCHING and message.iteration == self.round:
             self._take_piece(message, now_s)
         elif kind is Kind.RECEIVED and phase is Phase.SENDING and message.iteration == self.round:
@@ -144,16 +180,64 @@ class ClientCore:
     def _take_turn(self, message: Message, now_s: float) -> None:
         """The turn of a round, or the end's state."""
         is_last, is_new = message.kind is Kind.STOP, message.iteration != self.round
+        if not is_last and not is_new and self._is_of_another_attempt(message):
+            is_new = True
         if self.phase is Phase.SENDING and not is_new and not is_last:
             self._send_update()
-        elif self.phase is Phase.FETCHING and not is_new and is_last == self._is_last:
-            pass
-        elif self.phase in (Phase.WAITING, Phase.FETCHING, Phase.SENDING):
+        elif self.phase in (Phase.FETCHING, Phase.SHARING) and not is_new and is_last == self._is_last:
+            if self._masked is not None and not self._masked.is_answered:
+                self._out(self._masked.keys())
+        elif self.phase is Phase.WAITING and not is_new and not is_last and self._masked is not None:
+            pass  # this turn is over, and its secrets are not to be made twice
+        elif self.phase in (Phase.WAITING, Phase.FETCHING, Phase.SHARING, Phase.SENDING):
             if self.phase is Phase.SENDING:
                 self.log.append(f"the server went on without the update of round {self.round}")
             self._update, self.phase, self._is_last = None, Phase.FETCHING, is_last
             self.round, self.state, self._num_asked, self._moved_s = message.iteration, bytearray(), 0, now_s
+            self._masked = None
+            if not is_last and not self._begin_masking(message):
+                return
             self._ask()
+
+    def _is_of_another_attempt(self, message: Message) -> bool:
+        """At the same round, with other secrets."""
+        masks = message.body.get("masks")
+        return isinstance(masks, dict) and {"attempt": masks.get("attempt")} != self._attempt
+
+    def _begin_masking(self, message: Message) -> bool:
+        """Whether the turn begins."""
+        assert self._attached is not None
+        if self._attached.mask is None:
+            return True
+        masks = message.body.get("masks")
+        told = masks if isinstance(masks, dict) else {}
+        self._attempt = {"attempt": told.get("attempt")}
+        try:
+            self._masked = self._attached.mask(told, message.iteration)
+        except ValueError as error:
+            self._give_up(error)
+            return False
+        self._out(self._masked.keys())
+        return True
+
+    def _take_secrets(self, message: Message) -> None:
+        if self._masked is None or message.iteration != self.round:
+            return
+        try:
+            answer = self._masked.answer(message)
+        except ValueError as error:
+            self._give_up(error)
+            return
+        if answer is not None:
+            self._out(answer)
+        if self.phase is Phase.SHARING and self._masked.may_mask:
+            self.phase = Phase.TRAINING
+
+    def _give_up(self, error: Exception) -> None:
+        """The turn is not to go on: nothing of this client's is to be told apart."""
+        self.log.append(f"this client takes no part in round {self.round}: {error}")
+        if self.phase in (Phase.FETCHING, Phase.SHARING, Phase.TRAINING):
+            self.send_nothing()
 
     def _take_piece(self, message: Message, now_s: float) -> None:
         assert self._attached is not None
@@ -164,7 +248,8 @@ class ClientCore:
         self.state += raw
         self._moved_s = now_s
         if len(self.state) == total:
-            self.phase = Phase.OVER if self._is_last else Phase.TRAINING
+            is_to_share = self._masked is not None and not self._masked.may_mask
+            self.phase = Phase.OVER if self._is_last else Phase.SHARING if is_to_share else Phase.TRAINING
             if self._is_last:
                 self._out(Message(Kind.LEAVE, EPOCH))
         else:

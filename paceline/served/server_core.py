@@ -4,11 +4,15 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from paceline.messages import FRAME_BYTES, Kind, Message, Raw, WireError, raw_bytes
 from paceline.roster import Sampler, num_drawn
 from paceline.served.form import EPOCH, MOST_SAMPLES, TRAINS, VERSION, Form, Refused, piece, pieces_of
+from paceline.served.masking import VECTORS
+
+if TYPE_CHECKING:
+    from paceline.served.masked_round import MaskedRound, Sum
 
 PRESENCE_S = 30.0
 """A client that has not been heard of for so long is not there."""
@@ -46,6 +50,10 @@ class Rules:
     """A client counts at most so many times as much as the median one of its round."""
     over: float = 1.0
     """So many times as many clients are drawn as are needed; a round ends with as many as are needed."""
+    weighs: bool = True
+    """Clients count by their samples."""
+    least: int = 1
+    """Fewer clients make no round."""
 
 
 @dataclass
@@ -80,6 +88,8 @@ class ServerCore:
         client_of: the number of the client whose ticket has this public key; none: no ticket has it any more.
         welcome: what a client is told when it comes.
         state, update: of what goes to clients, and of what comes from them.
+        mask: begins a round in which updates come under masks, from clients of these weights; none: they come as they
+            are.
     """
 
     def __init__(
@@ -91,9 +101,13 @@ class ServerCore:
         update: Form,
         rules: Rules,
         presence_s: float = PRESENCE_S,
+        mask: "Callable[[Mapping[int, float], int], MaskedRound] | None" = None,
     ) -> None:
         self._client_of, self._welcome, self._rules, self._presence_s = client_of, dict(welcome), rules, presence_s
-        self._state, self._update = state, update
+        self._state, self._update, self._mask = state, update, mask
+        self._masked: MaskedRound | None = None
+        """The round, where updates come under masks."""
+        self._stage_ends_s = 0.0
         self._clients: dict[int, _Client] = {}
         self._turns: dict[int, _Turn] = {}
         self._round, self._content, self._ends_s, self._num_needed = -1, memoryview(b""), 0.0, 0
@@ -119,21 +133,29 @@ class ServerCore:
     def open(self, number: int, content: memoryview, now_s: float) -> bool:
         """Begin the round of this number with this state, if enough clients are there."""
         rules, present = self._rules, self.present(now_s)
-        if len(present) < max(1, rules.min_clients):
+        if len(present) < max(1, rules.min_clients) or num_drawn(rules.fraction, len(present)) < rules.least:
             return False
         sizes = [self._clients[client].samples for client in present]
         fraction = min(1.0, rules.fraction * rules.over)
         drawn = Counter(rules.sampler.draw(number, sizes=sizes, fraction=fraction, seed=rules.seed))
         self._num_needed = num_drawn(rules.fraction, len(present)) if rules.over > 1 else len(drawn)
         self._round, self._content, self._ends_s, self._is_open = number, content, now_s + rules.deadline_s, True
-        self._turns = {}
+        self._turns, self._masked = {}, None
         self._num_said.clear()
+        if len(drawn) < rules.least:
+            return True
         largest = rules.outweigh * statistics.median([sizes[place] for place in drawn]) if drawn else 0.0
         for place, times in sorted(drawn.items()):
             client = present[place]
             if sizes[place] > largest:
                 self._say(client, f"says that it has {sizes[place]:,} samples; it counts as {largest:,.0f}")
             self._turns[client] = _Turn(times, min(float(sizes[place]), largest))
+        if self._mask is not None:
+            weights = {
+                client: turn.times * (turn.weight if rules.weighs else 1.0) for client, turn in self._turns.items()
+            }
+            self._masked, self._stage_ends_s = self._mask(weights, number), now_s + self._presence_s
+        for client in self._turns:
             self._send(client, self._turn(client))
         return True
 
@@ -141,11 +163,43 @@ class ServerCore:
         """Whether the round waits for nobody any more."""
         if self.arrivals:
             return False
+        if self._masked is not None:
+            return self._has_ended_stages(self._masked, now_s)
         states = [turn.state for turn in self._turns.values()]
         if now_s >= self._ends_s or states.count("done") >= self._num_needed:
             return True
         here = set(self.present(now_s))
         return all(turn.state != "open" or client not in here for client, turn in self._turns.items())
+
+    def _has_ended_stages(self, masked: "MaskedRound", now_s: float) -> bool:
+        """Each stage waits for those who are there, and for nobody longer than it takes to find out that one is not;
+        that in which clients train waits as rounds do."""
+        here = set(self.present(now_s))
+        while not masked.is_over:
+            waits = any(
+                client in here and self._turns[client].state in ("open", "arrived") for client in masked.awaited
+            )
+            if masked.stage == VECTORS:
+                is_enough = sum(turn.state == "arrived" for turn in self._turns.values()) >= self._num_needed
+                waits = waits and not is_enough and now_s < self._ends_s
+            else:
+                waits = waits and now_s < self._stage_ends_s
+            if waits:
+                return False
+            for client, message in masked.end_stage().items():
+                self._send(client, message)
+            self._stage_ends_s = now_s + self._presence_s
+        return True
+
+    @property
+    def sum(self) -> "Sum | None":
+        """Of the round's updates, once it is closed, where they came under masks; none: there is none."""
+        return self._masked.sum if self._masked is not None else None
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is no sum of updates that came under masks."""
+        return self._masked.failure if self._masked is not None else None
 
     def close(self, now_s: float) -> None:
         """End the round. Who has not answered is left out of it."""
@@ -221,6 +275,9 @@ class ServerCore:
             self._send_piece(number, message)
         elif message.kind is Kind.UPDATE:
             self._take_piece(number, message)
+        elif message.kind is Kind.SECRETS:
+            if self._masked is not None and number in self._turns:
+                self._masked.receive(number, message)
         else:
             raise Refused(f"{message.kind.name} is nothing that a client says")
         client.heard_s = now_s
@@ -233,10 +290,15 @@ class ServerCore:
             client.displaced.append(client.route)
             self._say(number, "another process has joined with its ticket, and takes its place")
             self._send(number, _error("another process has joined with the same ticket", fatal=True))
-        client.is_attached = client.is_attached and client.route == route
+        is_another = client.route != route
+        client.is_attached = client.is_attached and not is_another
         client.route = route
-        if (turn := self._turns.get(number)) is not None and turn.state == "open":
+        turn = self._turns.get(number)
+        if turn is not None and turn.state == "open":
             turn.content = bytearray()
+        if turn is not None and self._masked is not None and is_another:
+            self._masked.lose(number)
+            turn.state = "gone" if turn.state == "open" else turn.state
         self._send(number, Message(Kind.OK, EPOCH, body={**self._welcome, "client": number}))
 
     def _attach(self, number: int, client: _Client, message: Message) -> None:
@@ -265,11 +327,19 @@ class ServerCore:
             self._send(number, self._stop(number))
         elif turn is not None and turn.state == "open":
             is_at_it = message.flags & TRAINS and message.iteration == self._round
-            self._send(number, Message(Kind.PULSE, EPOCH) if is_at_it else self._turn(number))
+            is_awaited = self._masked is not None and self._masked.stage != VECTORS and number in self._masked.awaited
+            self._send(number, Message(Kind.PULSE, EPOCH) if is_at_it and not is_awaited else self._turn(number))
+            self._answer_again(number)
         elif turn is not None and message.iteration == self._round and turn.state == "done":
             self._send(number, self._received(number, self._round))
         else:
             self._send(number, Message(Kind.PULSE, EPOCH, iteration=self._round))
+            self._answer_again(number)
+
+    def _answer_again(self, number: int) -> None:
+        if self._masked is not None and number in self._turns:
+            for message in self._masked.answer_again(number):
+                self._send(number, message)
 
     def _send_piece(self, number: int, message: Message) -> None:
         if not (self._has_ended or (self._is_open and number in self._turns)) or message.iteration != self._round:
@@ -281,7 +351,8 @@ class ServerCore:
 
     def _take_piece(self, number: int, message: Message) -> None:
         index, turn = message.shard, self._turns.get(number)
-        if turn is None or message.iteration != self._round or not self._is_open:
+        is_due = turn is not None and message.iteration == self._round and self._is_open
+        if turn is None or not is_due or not self._is_of_the_attempt(number, turn, message):
             if index == 0:
                 self._say(number, f"its update of round {message.iteration} comes too late, and is dropped")
             self._send(number, self._received(number, message.iteration))
@@ -301,6 +372,14 @@ class ServerCore:
             self._send(number, _error(str(error), number=self._round))
             raise
 
+    def _is_of_the_attempt(self, number: int, turn: _Turn, message: Message) -> bool:
+        """Whether an update under masks is of those that are in use; in its first piece it says so."""
+        masked = self._masked
+        if masked is None or message.shard or turn.state != "open":
+            return True
+        is_nothing = message.body.get("nothing") is True
+        return masked.is_of_it(message.body.get("attempt")) and (is_nothing or masked.takes(number))
+
     def _add_piece(self, number: int, turn: _Turn, message: Message) -> None:
         index, total = message.shard, self._update.num_bytes
         if message.tensor_bytes != total:
@@ -315,13 +394,18 @@ class ServerCore:
         turn.content += raw
         if index + 1 == pieces_of(total):
             turn.state = "arrived"
-            self.arrivals.append(Arrival(number, turn.content, turn.weight * turn.times, turn.scale))
+            if self._masked is not None:
+                self._masked.take_vector(number, turn.content)
+            else:
+                self.arrivals.append(Arrival(number, turn.content, turn.weight * turn.times, turn.scale))
             turn.content = bytearray()
 
     # --- what is said -----------------------------------------------------------------------------------------
 
     def _turn(self, number: int) -> Message:
         body = self._counted(number)
+        if self._masked is not None:
+            body["masks"] = self._masked.told(number)
         return Message(Kind.TURN, EPOCH, iteration=self._round, tensor_bytes=self._state.num_bytes, body=body)
 
     def _stop(self, number: int) -> Message:

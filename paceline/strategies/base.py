@@ -350,6 +350,9 @@ class Strategy(ABC):
         over this worker's part of all data."""
         return None
 
+    def check_elsewhere(self) -> None:
+        """Raises UsageError where these clients cannot be processes of somebody's, elsewhere."""
+
     def admission_rule(self, members: Membership) -> AdmissionRule | None:
         """A fresh rule for one server; none where there are no servers."""
         return None

@@ -1,6 +1,6 @@
 """A federated run's two ends as each sees the other, where clients are processes of somebody's, on other machines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -19,7 +19,24 @@ class ClientUpdate(NamedTuple):
     """How many steps it says that its change is worth: any positive number."""
 
 
-class ClientsElsewhere(Protocol):
+class Total(NamedTuple):
+    """A round's sum, of which nobody knows the parts."""
+
+    sum: Tensor
+    """Of vectors times their weights, 1-D, float64."""
+    weight: float
+    num_summed: int
+
+
+class SumOfClients(Protocol):
+    """Adds up what clients hide from the server."""
+
+    def total(self, vectors: Mapping[int, tuple[float, Tensor]], *, round_number: int) -> Total:
+        """Of the round's clients, each with a weight and a vector of its own, as far as they are played here.
+        Collective call. Raises UsageError, on all workers, where there is no sum."""
+
+
+class ClientsElsewhere(SumOfClients, Protocol):
     """The clients of a server, each a process of somebody's, elsewhere."""
 
     coding_seed: int
@@ -33,7 +50,7 @@ class ClientsElsewhere(Protocol):
         """What goes to clients, as it is now, and what comes from them."""
 
     def collect(self, number: int, take: Callable[[ClientUpdate], None]) -> bool:
-        """One round.
+        """One round. Where clients hide their updates, its sum is `total` afterwards, and `take` is not called.
 
         Args:
             number: its number; a server that was ended in a round begins it again.

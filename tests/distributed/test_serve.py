@@ -26,7 +26,7 @@ from paceline.errors import UsageError
 from paceline.interval import Interval
 from paceline.layout import TensorSpec
 from paceline.messages import Kind, Message
-from paceline.outer import FedAdam
+from paceline.outer import Average, FedAdam
 from paceline.privacy import Local
 from paceline.records import EventRecord, UpdateRecord, read_records
 from paceline.running import launch, serving
@@ -48,7 +48,7 @@ def data_of(part: int) -> tuple[Tensor, Tensor]:
 
 
 def oracle(
-    rounds: list[list[int]], *, outer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    rounds: list[list[int]], *, outer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], weighs: bool = True
 ) -> dict[str, Tensor]:
     """Rounds in one process, each of these clients, whose numbers are those of their data."""
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ def oracle(
                 F.mse_loss(model(inputs), wanted).backward()
                 optimizer.step()
             for sum_, own, parameter in zip(sums, server, model.parameters(), strict=True):
-                sum_ += len(x) / total * (own.detach() - parameter.detach())
+                sum_ += (len(x) / total if weighs else 1 / len(clients)) * (own.detach() - parameter.detach())
         for parameter, sum_ in zip(server, sums, strict=True):
             parameter.grad = sum_
         steps.step()
@@ -182,6 +182,20 @@ def test_clients_elsewhere_train_as_simulated_ones_do(strategy: str, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"weights": "equal", "secure.neighbours": "2"}], ids=str)
+def test_clients_under_masks_train_to_the_same_model(options: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    masks = {"secure": "masks", "secure.clip": "4", **options}
+    result = served(tmp_path, "fed-avg", {"clients": "3", "fraction": "1", **masks}, num_clients=3)
+    assert accepted(result) == [[0, 1, 2]] * 5
+    assert result.iteration == 5
+    wanted = oracle(accepted(result), outer=Average().optimizer, weighs="weights" not in options)
+    torch.testing.assert_close(result.model_state(), wanted, rtol=0.0, atol=1e-7)
+    for client in range(3):
+        torch.testing.assert_close(Result(tmp_path / f"client-{client}").model_state(), result.model_state())
+
+
+@pytest.mark.slow
 def test_noise_of_clients_is_their_own_and_they_know_what_they_have_spent(tmp_path: Path) -> None:
     local = {"privacy": "local", "privacy.clip": "1e-4", "privacy.noise": "2"}
     found = served(tmp_path, "fed-avg", {"clients": "2", "fraction": "1", **local})
@@ -193,18 +207,18 @@ def test_noise_of_clients_is_their_own_and_they_know_what_they_have_spent(tmp_pa
     assert spent[0] == spent[1] == pytest.approx(Local(noise=2.0).spent(rounds=5, most_turns=5, sample_rate=1.0))
 
 
-def served(directory: Path, strategy: str, options: dict[str, str]) -> Result:
-    """Of five rounds with two clients."""
+def served(directory: Path, strategy: str, options: dict[str, str], *, num_clients: int = 2) -> Result:
+    """Of five rounds."""
     port = free_port()
-    Tickets.made(directory / "tickets", num_clients=2, address=f"127.0.0.1:{port}")
+    Tickets.made(directory / "tickets", num_clients=num_clients, address=f"127.0.0.1:{port}")
     processes = [FORKS.Process(target=serves, args=(directory, port, strategy, options, 5))]
-    processes += [FORKS.Process(target=joins, args=(directory, client)) for client in (0, 1)]
+    processes += [FORKS.Process(target=joins, args=(directory, client)) for client in range(num_clients)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(timeout=60)
         process.kill()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert [process.exitcode for process in processes] == [0] * len(processes)
     return Result(directory / "tickets" / "run")
 
 

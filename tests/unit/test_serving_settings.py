@@ -10,7 +10,7 @@ from typing import Any
 import filelock
 import pytest
 
-from paceline.comm.tickets import split_address
+from paceline.comm.tickets import Tickets, split_address
 from paceline.errors import UsageError
 from paceline.running import serving
 
@@ -19,7 +19,10 @@ from paceline.running import serving
     ("strategy", "settings", "reason"),
     [
         ("all-reduce", {}, "has no clients to serve"),
-        ("fed-avg:secure=masks", {}, "secure=masks needs stages"),
+        ("fed-avg:secure=masks:codec=random-k", {}, "leave codec out"),
+        ("fed-avg:secure=masks:secure.lost=0.1", {}, "leave secure.lost out"),
+        ("dp-fed-avg:secure=masks", {}, "use privacy=local"),
+        ("fed-avg:secure=masks:clients=100000:fraction=1", {}, "give secure.neighbours, at most 6,000"),
         ("fed-avg:clients=1", {}, "are never there"),
         ("dp-fed-avg", {"over": 1.5}, "more clients than epsilon is told for"),
     ],
@@ -29,6 +32,16 @@ def test_what_cannot_be_served_is_refused(strategy: str, settings: dict[str, Any
     with pytest.raises(UsageError, match=reason):
         serving.serve("none.py", strategy=strategy, tickets=tmp_path / "it", listen="127.0.0.1:1", rounds=rounds)
     assert not (tmp_path / "it").exists()
+
+
+def test_who_asks_for_masks_joins_no_server_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tickets = Tickets.made(tmp_path / "it", num_clients=1, address="127.0.0.1:1")
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.setattr(serving.JoinedRun, "welcome", lambda run: ("fed-avg", {}))
+    with pytest.raises(UsageError, match="sent each client's update as it is"):
+        serving.join(script, ticket=tickets.path_of(0), secure=True, out=tmp_path / "out", say=lambda line: None)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("is_held", [True, False], ids=["held", "port-taken"])

@@ -5,15 +5,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from paceline.comm.client_sockets import ClientsSocket
+from paceline.engines.served.masks import form_under, round_under
 from paceline.layout import TensorSpec
 from paceline.records import EventRecord, Reporter, UpdateRecord
 from paceline.seeding import derive
 from paceline.served.form import Form
 from paceline.served.server_core import Rules, ServerCore
-from paceline.strategies.elsewhere import ClientUpdate
+from paceline.strategies.elsewhere import ClientUpdate, Total
+from paceline.strategies.federated.secured import Masks
 
 _LOOK_S, _PATIENCE_S = 0.1, 10.0
 _STRANGERS_S = 300.0
@@ -28,6 +31,7 @@ class ServedClients:
         socket: the server's.
         client_of: which client has a public key.
         welcome: what a client is told of the strategy.
+        masks: under which clients hide their updates; none: they come as they are.
         say: prints a line of the server's log.
     """
 
@@ -38,6 +42,7 @@ class ServedClients:
         client_of: Callable[[bytes], int | None],
         welcome: Mapping[str, Any],
         rules: Rules,
+        masks: Masks | None = None,
         reporter: Reporter,
         say: Callable[[str], None],
     ) -> None:
@@ -46,6 +51,7 @@ class ServedClients:
         # What decides about rounds is drawn apart from noise, whose seed nobody is to learn.
         self._rules = replace(rules, seed=derive(rules.seed, "clients"))
         self._welcome = {**welcome, "coding_seed": self.coding_seed}
+        self._masks = masks
         self._core: ServerCore | None = None
         self._current: Callable[[], Sequence[Tensor]] = lambda: []
         self._state: Form | None = None
@@ -57,20 +63,30 @@ class ServedClients:
         self, state: Sequence[TensorSpec], update: Sequence[TensorSpec], *, current: Callable[[], Sequence[Tensor]]
     ) -> None:
         self._current = current
-        self._state, self._update = Form(tuple(state)), Form(tuple(update))
+        self._state, self._update = Form(tuple(state)), form_under(self._masks, update)
         self._core = ServerCore(
             client_of=self._client_of,
             welcome=self._welcome,
             state=self._state,
             update=self._update,
             rules=self._rules,
+            mask=round_under(self._masks, self._update, seed=self.coding_seed),
         )
 
     def collect(self, number: int, take: Callable[[ClientUpdate], None]) -> bool:
         assert self._core is not None
         assert self._state is not None
-        core, self._round = self._core, number
-        content = self._state.write(self._current())
+        while True:
+            if self._collect(self._core, self._state, number, take):
+                return True
+            if self._core.failure is None:
+                break
+            self.tell(f"round {number} begins again, since it has no sum: {self._core.failure}")
+        return False
+
+    def _collect(self, core: ServerCore, state: Form, number: int, take: Callable[[ClientUpdate], None]) -> bool:
+        self._round = number
+        content = state.write(self._current())
         told_s, patience_s = -_PATIENCE_S, _PATIENCE_S
         self._pump(core)  # who has spoken while the server was at its evaluation is there
         while not core.open(number, content, time.monotonic()):
@@ -94,11 +110,26 @@ class ServedClients:
                 except ValueError as error:
                     core.refuse(client, str(error))
                 else:
-                    core.accept(client)
-                    self._reporter.emit(UpdateRecord(0, number + 1, client, number + 1, 0))
+                    self._accept(core, client)
+        if core.sum is not None:
+            for client in core.sum.clients:
+                self._accept(core, client)
         core.close(time.monotonic())
         self._carry(core)
         return False
+
+    def _accept(self, core: ServerCore, client: int) -> None:
+        core.accept(client)
+        self._reporter.emit(UpdateRecord(0, self._round + 1, client, self._round + 1, 0))
+
+    def total(self, vectors: Mapping[int, tuple[float, Tensor]], *, round_number: int) -> Total:
+        """Of the round that was collected last."""
+        found = self._core.sum if self._core is not None else None
+        return (
+            Total(found.vector, found.weight, len(found.clients))
+            if found is not None
+            else Total(torch.zeros(0), 0.0, 0)
+        )
 
     def tell(self, text: str) -> None:
         self._say(None, text)

@@ -70,6 +70,7 @@ class ServedRun:
             client_of=tickets.client_of,
             welcome={"strategy": name_of(strategy), "options": options},
             rules=rules,
+            masks=getattr(strategy, "secure", None),
             reporter=self._reporter,
             say=say,
         )
@@ -122,6 +123,7 @@ class JoinedRun:
     ) -> None:
         """Return when the run is over, or the script ends. Raises RunFailed if the script fails."""
         reporter = DirectoryReporter(directory, config, partial(_say_evaluations, self._say))
+        self._server.masks = getattr(strategy, "secure", None)
         with closing(reporter):
             world = _world(strategy, config, reporter, checkpoint, server=self._server)
             with _entered(world):

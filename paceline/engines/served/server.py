@@ -4,14 +4,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from paceline.comm.client_sockets import ServerSocket
+from paceline.engines.served.masks import form_under, turn_under
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.layout import TensorSpec
 from paceline.messages import Message, WireError
 from paceline.served.client_core import ClientCore, Phase
 from paceline.served.form import EPOCH, Form
+from paceline.strategies.federated.secured import Masks
 
 _LOOK_S, _PATIENCE_S, _PULSE_S = 0.1, 10.0, 1.0
 
@@ -28,6 +31,8 @@ class ServerAfar:
 
     def __init__(self, socket: ServerSocket, *, where: str, deadline_s: float, say: Callable[[str], None]) -> None:
         self.client, self.coding_seed = -1, 0
+        self.masks: Masks | None = None
+        """Under which updates go."""
         self._socket, self._where, self._deadline_s, self._print = socket, where, deadline_s, say
         self._core = ClientCore()
         self._state, self._update = Form(()), Form(())
@@ -51,8 +56,9 @@ class ServerAfar:
         return welcome
 
     def attach(self, state: Sequence[TensorSpec], update: Sequence[TensorSpec], *, samples: int) -> None:
-        self._state, self._update = Form(tuple(state)), Form(tuple(update))
-        self._core.attach(self._state, self._update, samples=samples)
+        self._state, self._update = Form(tuple(state)), form_under(self.masks, update)
+        mask = turn_under(self.masks, self._update, client=self.client, seed=self.coding_seed)
+        self._core.attach(self._state, self._update, samples=samples, mask=mask)
 
     def next_turn(self, state: Sequence[Tensor]) -> bool:
         core = self._core
@@ -67,7 +73,10 @@ class ServerAfar:
         return core.phase is Phase.OVER
 
     def send(self, update: Sequence[Tensor], *, scale: float) -> None:
-        self._core.send(self._update.write(update), scale=scale)
+        if self.masks is not None:
+            self._core.send_masked(torch.cat([tensor.detach().reshape(-1).double().cpu() for tensor in update]))
+        else:
+            self._core.send(self._update.write(update), scale=scale)
         self._carry()
 
     def pulse(self) -> None:

@@ -13,6 +13,7 @@ from paceline.errors import UsageError
 from paceline.layout import TensorSpec, by_group
 from paceline.strategies.base import Context
 from paceline.strategies.bucketing import allocated
+from paceline.strategies.elsewhere import SumOfClients
 from paceline.strategies.federated.rejecting import Rejecting
 from paceline.strategies.federated.remembering import Memory
 from paceline.strategies.federated.secured import Masks, SecureSum, flat
@@ -65,10 +66,11 @@ class Joining:
             raise UsageError("hostile clients go by what honest ones send, which secure=masks hides; leave one out")
         self.memory = Memory(context.collective) if aggregator.remembers else None
         """Of what clients have sent, if the aggregator looks at it."""
-        self._secure: SecureSum | None = None
+        self._secure: SumOfClients | None = None
         if masks is not None:
             num_elements = sum(math.prod(spec.shape) for spec in specs[:num_changes])
-            self._secure = SecureSum(masks, context.collective, num_elements=num_elements, seed=context.seed)
+            here = SecureSum(masks, context.collective, num_elements=num_elements, seed=context.seed)
+            self._secure = context.clients or here
         needs_each = self._corrupt is not None or self._secure is not None or rejecting is not None
         self._keeps_sum = aggregator.streams and not needs_each
         layout = by_group([*specs, _TALLY])
@@ -139,7 +141,7 @@ class Joining:
                 "many in each round (sampler=uniform)"
             ) from None
 
-    def _sum_under_masks(self, secure: SecureSum, round_number: int) -> int:
+    def _sum_under_masks(self, secure: SumOfClients, round_number: int) -> int:
         """The sums become the mean; returns over how many clients."""
         held = {each.sender: (each.weight, flat(each, self._num_changes)) for each in self._held}
         total = secure.total(held, round_number=round_number)

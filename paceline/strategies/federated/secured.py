@@ -1,11 +1,10 @@
 """A round's sum by secure aggregation: rank 0 has the server's end, and each worker those of the clients it played."""
 
-import math
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from paceline.comm.base import Collective, decode_object, encode_object
 from paceline.errors import UsageError
 from paceline.pieces import Piece
 from paceline.seeding import derive
+from paceline.strategies.elsewhere import Total
 
 LEAST_CLIENTS = 3
 """Of a sum: of two clients each knows the other's part."""
@@ -42,15 +42,6 @@ class Masks(Piece, name="masks"):
             raise ValueError("clip must be above 0, threshold above 0.5 and at most 1, and lost at least 0 and below 1")
         if self.neighbours is not None and (self.neighbours < 2 or self.neighbours % 2):
             raise ValueError(f"neighbours must be an even number, at least 2, not {self.neighbours}")
-
-
-class Total(NamedTuple):
-    """The same on every worker."""
-
-    sum: Tensor
-    """Of vectors times their weights, 1-D, float64."""
-    weight: float
-    num_summed: int
 
 
 @final
@@ -102,13 +93,16 @@ class _Round:
         seed: int,
         round_number: int,
     ) -> None:
-        from paceline.secure import Quantiser, Server, neighbours
+        from paceline.secure import Quantiser, Server, parties
 
         self._collective, self._players, self._number = collective, players, round_number
         clients = sorted(players)
-        degree = min(masks.neighbours or len(clients), len(clients) - 1)
-        self._graph = neighbours(clients, degree=degree, seed=derive(seed, "secure", "graph", round_number))
-        self._threshold = max((degree + 1) // 2 + 1, math.ceil(masks.threshold * (degree + 1)))
+        self._graph, self._threshold = parties(
+            clients,
+            num_neighbours=masks.neighbours,
+            part=masks.threshold,
+            seed=derive(seed, "secure", "graph", round_number),
+        )
         self._label = f"{seed} {round_number}"
         draws = random.Random(derive(seed, "secure", "lost", round_number))
         self._gone_at = {u: draws.randrange(_NUM_STAGES) if draws.random() < masks.lost else None for u in clients}

@@ -104,10 +104,11 @@ class ServerModel:
         self._clients, self._elsewhere, self._upload = context.clients, context.server, upload
         self._allows_nonfinite = allows_nonfinite
         of_changes = upload.specs(self.parameters) if upload is not None else specs
-        self._num_of_changes = len(of_changes)
+        self._num_of_changes, self._is_masked = len(of_changes), masks is not None
+        of_rest = [] if self._is_masked else [*of_buffers, *of_controls]
         self._described = (
             [*specs, *of_buffers, *of_controls],
-            [replace(spec, group=0) for spec in (*of_changes, *of_buffers, *of_controls)],
+            [replace(spec, group=0) for spec in (*of_changes, *of_rest)],
         )
         if self._clients is not None:
             self._clients.describe(*self._described, current=lambda: self._state)
@@ -239,7 +240,8 @@ class ServerModel:
             return
         if self._guard is not None:
             *changes, _ = self._guard.outward(changes, client=client, round_number=round_number)
-        self._elsewhere.send([*(coded or changes), *of_buffers, *controls], scale=scale)
+        rest = [] if self._is_masked else [*of_buffers, *controls]
+        self._elsewhere.send([*(coded or changes), *rest], scale=scale)
 
     def _add(
         self,

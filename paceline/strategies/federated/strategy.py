@@ -11,6 +11,7 @@ from paceline.outer import Average, Outer, require_in_range
 from paceline.partition import IID, Partition
 from paceline.privacy import Privacy
 from paceline.roster import Participation, Sampler, Uniform, num_drawn
+from paceline.served.masking import MOST_NEIGHBOURS
 from paceline.strategies.base import Context, Strategy, Synchronizer, option, require_choice
 from paceline.strategies.federated.secured import LEAST_CLIENTS, Masks
 from paceline.strategies.federated.synchronizer import FederatedSynchronizer
@@ -153,6 +154,25 @@ class Federated(Strategy):
             if holds:
                 raise UsageError(f"secure={secure}: {reason}")
 
+    def check_elsewhere(self) -> None:
+        """Raises UsageError where clients elsewhere cannot hide what they changed."""
+        masks, privacy, num_clients = self.secure, self.privacy, num_drawn(self.fraction, self.clients)
+        if masks is None:
+            return
+        reasons = {
+            "updates under masks are all of one form; leave codec out": self.codec is not None,
+            "the server clips for privacy=central, and sees nothing to clip; use privacy=local": (
+                privacy is not None and privacy.on_sum(num_expected=num_clients) is not None
+            ),
+            "clients elsewhere drop out by themselves; leave secure.lost out": masks.lost > 0,
+            f"shares of so many clients are more than a message; give secure.neighbours, at most {MOST_NEIGHBOURS:,}": (
+                (masks.neighbours or num_clients - 1) > MOST_NEIGHBOURS
+            ),
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise UsageError(f"secure={masks}: {reason}")
+
     def _require_private(self, privacy: Privacy) -> None:
         """Raises UsageError where noise would not hide what a client changed, or nobody could say how well."""
         reasons = {
@@ -245,6 +265,8 @@ class Federated(Strategy):
             sampler=self.sampler,
             epochs=self.epochs + (self.private_epochs if self.alternates else 0),
             is_settled=self.keeps_state,
+            weighs=self.weights == "samples",
+            least=LEAST_CLIENTS if self.secure is not None else 1,
         )
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:

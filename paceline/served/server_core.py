@@ -4,6 +4,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from paceline.messages import FRAME_BYTES, Kind, Message, Raw, WireError, raw_bytes
@@ -54,6 +55,12 @@ class Rules:
     """Clients count by their samples."""
     least: int = 1
     """Fewer clients make no round."""
+
+    @property
+    def fewest(self) -> int:
+        """So many have to be there for one to begin."""
+        enough = next(present for present in count(1) if num_drawn(self.fraction, present) >= self.least)
+        return max(self.min_clients, enough)
 
 
 @dataclass
@@ -133,7 +140,7 @@ class ServerCore:
     def open(self, number: int, content: memoryview, now_s: float) -> bool:
         """Begin the round of this number with this state, if enough clients are there."""
         rules, present = self._rules, self.present(now_s)
-        if len(present) < max(1, rules.min_clients) or num_drawn(rules.fraction, len(present)) < rules.least:
+        if len(present) < rules.fewest:
             return False
         sizes = [self._clients[client].samples for client in present]
         fraction = min(1.0, rules.fraction * rules.over)

@@ -189,6 +189,13 @@ def test_clients_that_stay_are_all_in_every_sum() -> None:
     assert run.log == [f"is there, with {samples_of(client)} samples" for client in range(NUM_CLIENTS)]
 
 
+@pytest.mark.parametrize(("fraction", "fewest"), [(1.0, 3), (0.5, 6), (0.25, 11)])
+def test_a_round_waits_until_those_who_are_drawn_hide_one_another(fraction: float, fewest: int) -> None:
+    rules = Rules(sampler=Uniform(), fraction=fraction, seed=0, least=3)
+    assert rules.fewest == fewest
+    assert round(fraction * fewest) >= 3 > round(fraction * (fewest - 1))
+
+
 ACTIONS = st.one_of(
     st.tuples(st.just("start"), st.integers(0, NUM_CLIENTS - 1)),
     st.tuples(

@@ -94,8 +94,8 @@ class ServedClients:
                 return True
             if (now_s := time.monotonic()) - told_s >= patience_s:
                 told_s, patience_s = now_s, min(2 * patience_s, _STRANGERS_S)
-                there, wanted = len(core.present(now_s)), max(1, self._rules.min_clients)
-                self.tell(f"round {number} waits for clients: {there} of at least {wanted} are there")
+                there = len(core.present(now_s))
+                self.tell(f"round {number} waits for clients: {there} of at least {self._rules.fewest} are there")
             self._pump(core)
         while not core.is_closed(time.monotonic()):
             if self._reporter.stop_requested():

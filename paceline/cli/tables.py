@@ -87,6 +87,12 @@ def _goodput(result: Result) -> str | None:
     return f"{words.percent(found.goodput)} ({', '.join(known)}){price}"
 
 
+def _trained_by(result: Result) -> str:
+    if result.engine == "served":
+        return f"{len(result.updates):,} updates of {result.num_clients:,} client(s)"
+    return f"{result.manifest['num_workers']} worker(s)"
+
+
 def summary(result: Result, passed: Sequence[Target] = (), *, hold: int | None = None) -> Table:
     """`passed` are targets on the way to the one that ended the run."""
     table = Table(show_header=False, box=None)
@@ -95,15 +101,15 @@ def summary(result: Result, passed: Sequence[Target] = (), *, hold: int | None =
     target = result.manifest.get("config", {}).get("target")
     never = f"never: wanted {Target(**target)}" if target is not None else None
     rows = {
-        "strategy": f"{result.manifest['strategy']['name']}, {result.manifest['num_workers']} worker(s)",
+        "strategy": f"{result.manifest['strategy']['name']}, {_trained_by(result)}",
         "iterations": f"{result.iteration:,} ({words.ITERATIONS[result.unit]})",
         "attack": ", ".join(result.manifest.get("config", {}).get("attacks", ())) or None,
         "training time": f"{result.training_time_s:.2f} {clock.unit(result.engine)}",
-        f"samples/{clock.unit(result.engine)}": f"{result.samples_per_s:,.0f}",
+        f"samples/{clock.unit(result.engine)}": f"{result.samples_per_s:,.0f}" if result.steps else None,
         **{name: f"{value:.4g}" for name, value in result.metrics.items()},
         "time to target": f"{reached_s:.2f} {clock.unit(result.engine)}" if reached_s is not None else never,
         **{f"time to {target}": _passed(result, target, hold) for target in passed},
-        "time spent": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
+        "time spent": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()) if result.steps else None,
         "goodput": _goodput(result),
         "results": str(result.directory),
     }

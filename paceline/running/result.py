@@ -102,7 +102,13 @@ class Result:
 
     @property
     def training_time_s(self) -> float:
-        return max((step.time_s for step in self.steps), default=0.0)
+        """Of a server whose clients are elsewhere, which takes no steps, as its evaluations have it."""
+        return max((record.time_s for record in self.steps or self.evaluations), default=0.0)
+
+    @property
+    def num_clients(self) -> int:
+        """How many clients' updates have counted, where these are elsewhere."""
+        return len({update.worker for update in self.updates}) if self.engine == "served" else 0
 
     @property
     def samples(self) -> int:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from benchmarks.namespaces import Host
 from paceline.checkpoint import FILE_NAME, Checkpoint
+from paceline.cli import tables
 from paceline.comm.client_sockets import ServerSocket
 from paceline.comm.tickets import Ticket, Tickets
 from paceline.config import RunConfig, Target
@@ -138,6 +139,10 @@ def test_two_clients_and_a_stranger(tmp_path: Path) -> None:
     assert [process.exitcode for process in processes] == [0, 0, 0]
     result = Result(tmp_path / "tickets" / "run")
     assert accepted(result) == [[0, 1]] * 4
+    assert result.training_time_s == result.evaluations[-1].time_s > 0.0
+    shown = dict(zip(*(column.cells for column in tables.summary(result).columns), strict=True))
+    assert shown["strategy"] == "fed-adam, 8 updates of 2 client(s)"
+    assert shown.keys().isdisjoint({"samples/s", "time spent"})
     wanted = oracle(accepted(result), outer=FedAdam(lr=0.5).optimizer)
     torch.testing.assert_close(result.model_state(), wanted, rtol=1e-9, atol=1e-9)
     for client in (0, 1):

@@ -92,6 +92,10 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+def listening_ports() -> set[int]:
+    return {each.laddr.port for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+
+
 def serves(directory: Path, port: int, strategy: str, options: dict[str, Any], max_steps: int) -> None:
     """The server's process."""
     serving.serve(
@@ -131,6 +135,8 @@ def test_two_clients_and_a_stranger(tmp_path: Path) -> None:
     processes += [FORKS.Process(target=joins, args=(tmp_path, client)) for client in (0, 1)]
     for process in processes:
         process.start()
+    # Whoever finds nobody there tries again, which might be when all is over.
+    assert wait_until(lambda: port in listening_ports(), within_s=60)
     with closing(ServerSocket(Ticket.read(others.path_of(0)))) as stranger:
         stranger.send(Message(Kind.JOIN, EPOCH, body={"version": VERSION}))
         for process in processes:

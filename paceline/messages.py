@@ -91,7 +91,7 @@ class Kind(IntEnum):
     SERVES = 59
     LOST = 60
     LEASE = 61
-    SECRETS = 62
+    SECRETS = 63
     INIT_VALUES = 64
     PUSH_VALUES = 65
     PULL_VALUES = 66

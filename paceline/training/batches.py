@@ -78,6 +78,7 @@ class Batches:
             takes_equal_steps=self._run.traits.takes_equal_steps,
             participation=self._participation(),
             dealing=self._survivor.deals if self._survivor is not None else None,
+            is_kept=self._run.reporter.keeps_files,
         )
         if len(given.loaders) > 1 and self._run.traits.is_synchronous:
             require_even(name, sharded.is_even)

@@ -140,6 +140,8 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "losses of several batches, with a tail": {(*JOINT, *ALONE): JOINED},
     "losses of two batches, with a tail": {(*JOINT, *ALONE): JOINED},
     "the one before in one loss": {(*JOINT, *ALONE): JOINED},
+    "in parts, in one loss": {(*JOINT, *ALONE): JOINED},
+    "with a copy of the one before in one loss": {(*JOINT, *ALONE): JOINED},
     "losses first, outputs of a closed class": {(*JOINT, *ALONE): NOT_TOLD},
     "stops early": {(*JOINT, *ALONE): TOGETHER},
     "back to the best": {("all-reduce",): DRIFT, SERVERS: IN_PLACE},

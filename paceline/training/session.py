@@ -162,6 +162,9 @@ class Session:
         looked_at = UnpreparedLoaders(rank=context.rank, size=context.size)
         self._at_release.callback(looked_at.close)
         steps = Steps(self.run, self.course, self._cadence, self._summed_loss(whole, batches), looked_at)
+        batches.on_pass = steps.begin_pass
+        if alike is not None:
+            alike.on_begin = steps.look_again
         steps.tell_facts(synchronizer.facts)
         for optimizer, part in zip(optimizers.values(), parts.values(), strict=True):
             steps.take_over(optimizer, part, is_first=part is first)

@@ -14,8 +14,8 @@ from paceline.errors import UsageError
 from paceline.row_file import RowFile, directory_of_plain, files_of_plain
 
 FILE_NAME = "checkpoint.pt"
-_FORMAT = 4
-_READABLE = (1, 2, 3, 4)
+_FORMAT = 5
+_READABLE = (1, 2, 3, 4, 5)
 _FIRST_SEALED = 3
 
 
@@ -65,6 +65,8 @@ class Checkpoint:
     """State of what else was given to `prepare`, by name."""
     data: dict[str, Any] = field(default_factory=dict)
     """What tells the data and its batches from others, by name."""
+    looks: dict[str, list[Any]] = field(default_factory=dict)
+    """By the loader's name, marks of a few samples of its data as the run began."""
     optimizers: list[str] = field(default_factory=list)
     """Names of several, in their order; of one, none."""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -49,6 +49,8 @@ class Batches:
         self._lone_samples = LoneSamples(model, rank=run.context.rank)
         self.num_samples = 0
         """Of the batch that was handed out last."""
+        self.on_pass: Callable[[], object] = lambda: None
+        """Called where a pass over a loader begins."""
 
     def sharded(self, name: str, given: Given, *, on_position: Callable[[], None]) -> ShardedLoader:
         """This worker's part of a loader. The orders of several are drawn apart, as one process would draw them.
@@ -78,6 +80,7 @@ class Batches:
             takes_equal_steps=self._run.traits.takes_equal_steps,
             participation=self._participation(),
             dealing=self._survivor.deals if self._survivor is not None else None,
+            is_kept=self._run.reporter.keeps_files,
         )
         if len(given.loaders) > 1 and self._run.traits.is_synchronous:
             require_even(name, sharded.is_even)
@@ -118,6 +121,8 @@ class Batches:
     def _on_pass(self) -> None:
         """Where a pass over the data is a client's turn: another one begins."""
         run = self._run
+        if not self._is_elsewhere:
+            self.on_pass()
         if run.context.roster is None:
             return
         if self._is_elsewhere:

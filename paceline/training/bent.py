@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paceline.training.nodes import MEAN, MOST_NODES, SUM, is_of_data, shape_after
+from paceline.training.nodes import MEAN, MOST_NODES, SUM, is_of_data, shape_after, stacked_in
 from paceline.training.sums import ADDED, FACTORS, LEAF, LINEAR, NORMS, PRODUCTS, QUOTIENT, SUMS, Term
 
 _BENT = (
@@ -18,6 +18,10 @@ _COMPARING = (
     *("MaxBackward0", "MaxBackward1", "MinBackward0", "MinBackward1", "AmaxBackward0", "AminBackward0"),
     *("VarBackward0", "StdBackward0", "VarMeanBackward0", "StdMeanBackward0", "SoftmaxBackward0"),
     "LogcumsumexpBackward0",
+)
+_PICKING = (
+    *("MaxBackward0", "MaxBackward1", "MinBackward0", "MinBackward1", "AmaxBackward0", "AminBackward0"),
+    *("MaximumBackward0", "MinimumBackward0", "LogsumexpBackward0", "SoftmaxBackward0"),
 )
 _DISTANCES = ("MmBackward0", "BmmBackward0", "CdistBackward0", "EuclideanDistBackward0", "PdistBackward0")
 _BY_ELEMENT = (*FACTORS, QUOTIENT, *ADDED)
@@ -44,8 +48,10 @@ def bent_among(terms: Sequence[Term], num_samples: int) -> str | None:
     """The name of a function of sums or means over samples that is not linear, if a loss of these terms has one; or of
     one that compares samples with one another."""
     ends = [term.node for term in terms]
-    single = (term.node for term in terms if term.weights.numel() == 1)
-    found = next((node for node in single if _is_bent(node, num_samples)), None) or _comparing(ends, num_samples)
+    single = [term.node for term in terms if term.weights.numel() == 1]
+    picking = [node for node in single if _picks(node)]
+    bent = [node for node in single if _is_bent(node, num_samples)] or picking[: len(picking) < num_samples]
+    found = bent[0] if bent else _comparing(ends, num_samples)
     return found.name().partition("Backward")[0].lower() if found is not None else None
 
 
@@ -56,6 +62,13 @@ def _is_bent(node: Any, num_samples: int) -> bool:
     if node.name() in FACTORS:
         return all(inner is not None and _adds_samples(inner, num_samples) for inner in inputs)
     return node.name() in _BENT and _adds_samples(node if node.name() in _REDUCED else inputs[0], num_samples)
+
+
+def _picks(node: Any) -> bool:
+    """Whether it takes one of several losses, such as the largest of groups' means."""
+    inputs = [inner for inner, _ in node.next_functions if inner is not None]
+    losses = inputs if len(inputs) > 1 else stacked_in(inputs[0]) if inputs else []
+    return node.name() in _PICKING and len(losses) > 1 and all(_is_one(each) and is_of_data(each) for each in losses)
 
 
 def _adds_samples(node: Any, num_samples: int) -> bool:
@@ -129,12 +142,12 @@ def _is_of_pairs(node: Any, inputs: Sequence[Any], num_samples: int) -> bool:
     is_distance, shape = node.name() in _DISTANCES, shape_after(node)
     if is_distance and shape[:1] == (1,):
         shape = shape[1:]  # as `einsum` has it
-    if len(inputs) != 2 or len(shape) < 2 or shape[0] != shape[1] or not _are_samples(shape[0], num_samples):
+    if len(inputs) != 2 or len(shape) < 2 or not all(_are_samples(count, num_samples) for count in shape[:2]):
         return False
     if is_distance:
         return len(shape) == 2 and all(map(is_of_data, inputs))
     one, other = ((1, *before)[-len(shape) :] for before in map(_shape_before, inputs))
-    are_across = {one[:2], other[:2]} == {(shape[0], 1), (1, shape[0])}
+    are_across = {one[:2], other[:2]} == {(shape[0], 1), (1, shape[1])}
     return are_across and all(map(is_of_data, inputs))
 
 

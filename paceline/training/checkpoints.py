@@ -176,6 +176,7 @@ class Checkpoints:
             strategy=_kind(run.strategy),
             extra=own.extra,
             data=feeds.identity_of(run.prepared.feeds),
+            looks=feeds.looks_of(run.prepared.feeds),
             optimizers=run.prepared.optimizer_names,
             metrics=metrics or {},
             rows=row_tables.rows_of(run) if rows is None else {},
@@ -206,6 +207,7 @@ class Checkpoints:
             own, fates = carried_over(_own_states(workers), wanted=wanted, size=run.context.size)
             run.tell("carried_over", fates)
         self._go_on(checkpoint, mine, own)
+        feeds.expect(prepared.feeds, checkpoint.looks)
 
     def _go_on(self, checkpoint: Checkpoint, mine: WorkerState, own: Mapping[str, Tensor]) -> None:
         run, prepared = self._run, self._run.prepared

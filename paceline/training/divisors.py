@@ -205,6 +205,7 @@ def _divisors_in(roots: Sequence[Any]) -> list[_Divisor]:
         elif (own := _own_divisor(node)) is not None and (stacked := stacked_in(inputs[0])):
             left += [(inner, divisor * own.value, factor) for inner in reversed(stacked)]
         elif own is not None:
+            factor *= _weight_of_positives(node)
             found.append(own._replace(value=divisor * own.value, factor=factor, by_script=divisor))
     return found
 
@@ -226,6 +227,12 @@ def _own_divisor(node: Any) -> _Divisor | None:
     if reduction == SUM or name.startswith(("SumBackward", "NansumBackward")) or name == "DotBackward0":
         return _Divisor(1.0, 1.0, "", node)
     return None
+
+
+def _weight_of_positives(node: Any) -> float:
+    """What `pos_weight` is in the mean, of a loss that has one for all samples."""
+    weight = saved_by(node, "pos_weight")
+    return float(weight.mean()) if isinstance(weight, Tensor) and weight.dim() < 2 else 1.0
 
 
 def _what_weighs(node: Any) -> str:

@@ -84,6 +84,19 @@ def identity_of(feeds: Mapping[str, Feed]) -> dict[str, Any]:
     return first.loader.identity | {f"{name}.{key}": v for name, o in others for key, v in o.loader.identity.items()}
 
 
+def looks_of(feeds: Mapping[str, Feed]) -> dict[str, Any]:
+    """By the loader's name, what tells its samples from others, where that is known."""
+    looks = {name: feed.loader.first_look for name, feed in feeds.items()}
+    return {name: look for name, look in looks.items() if look is not None}
+
+
+def expect(feeds: Mapping[str, Feed], looks: Mapping[str, Any]) -> None:
+    """Loaders of these names are to have such samples."""
+    for name, feed in feeds.items():
+        if name in looks:
+            feed.loader.expect(looks[name])
+
+
 def places_beside(feeds: Mapping[str, Feed]) -> dict[str, tuple[int, int, Any]]:
     """Where the loaders after the first are."""
     return {name: tuple(feed.place) for name, feed in list(feeds.items())[1:]}

@@ -8,17 +8,17 @@ from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
-from paceline.hooks import OwnHook
 from paceline.strategies.progress import Progress
 from paceline.strategies.replica import Replica
 from paceline.strategies.several import models_of
-from paceline.training.kept_batches import Handed, KeptBatches
+from paceline.training.calls import Calls
+from paceline.training.kept_batches import Copies, Handed, KeptBatches
+from paceline.training.nodes import graph_of
 from paceline.training.sharding.contents import tensors_in
 from paceline.training.sharding.part import Part, Place
 
@@ -39,8 +39,9 @@ class Handouts:
     memory with a batch, or is as long. Where nothing tells, batches were read ahead if an epoch begins so, and left out
     otherwise; that is enough as long as all have the same weight.
 
-    Batches that a script keeps are known by their memory when it trains on them again. Inputs are looked at only while
-    what it holds counts differently, or where it trains on after a pass.
+    Batches that a script keeps are known by their memory when it trains on them again, and copies of batches by some of
+    their values. Inputs are looked at only while what it holds counts differently, or where it trains on after a pass;
+    those of a model's parts, which a script may call by themselves, only while it counts differently.
 
     Gradients that a script sets itself, without a backward pass, are of all batches since the step before.
 
@@ -48,6 +49,7 @@ class Handouts:
         set_weight: takes the weight of the batch that the next backward passes are of.
         is_averaged: workers average gradients.
         is_weighed: what workers find counts by the samples that it was found with.
+        copies_from: the number of the batch from which on, in every epoch, copies of batches are to be known.
     """
 
     def __init__(
@@ -58,10 +60,11 @@ class Handouts:
         set_weight: Callable[[float], None],
         is_averaged: bool = False,
         is_weighed: bool = False,
+        copies_from: float = math.inf,
     ) -> None:
         self._num_steps = self._num_batches = 0  # taken, and handed out in the script's own thread, so far
         self._replica, self._rank, self._set_weight = replica, rank, set_weight
-        self._models = models_of(replica.model)
+        self._copies, self._copies_from = Copies(), copies_from
         self._is_averaged, self._is_weighed = is_averaged, is_weighed
         self._has_told = False
         self._set_by_script: set[float] | None = None  # weights of batches, once several were of one step
@@ -79,7 +82,10 @@ class Handouts:
         self._has_gradient = False
         self._is_computed = False  # by a backward pass, since the last step
         self._left: _Seen | None = None  # what that step was made with
-        self._looks: list[RemovableHandle] = []
+        self._calls = Calls(models_of(replica.model), on_inputs=self._on_forward, on_output=self._on_output)
+        self._is_looking = False
+        self._called: Handed | None = None  # the batch of the call that is under way
+        self._made: dict[Any, Handed] = {}  # by its node: what calls have given, since the script trained
         self._leaves_out = False  # batches between steps: their losses may yet go backward with that of another one
         self._backward = -1  # the backward pass that has reached what the model was seen to compute
         self._reached: set[Handed] = set()  # by it: the batches
@@ -97,6 +103,8 @@ class Handouts:
             self._require_all_samples(found, part.num_samples, place)
         tensors = tuple(TensorWeakRef(tensor) for tensor in found)
         handed = Handed(place, part.num_samples, part.weight, tensors)
+        if place.num_batches_done >= self._copies_from:  # 10 us
+            self._copies.add(handed, found)
         if is_elsewhere:
             self._num_ahead = math.inf
             self._out.append(handed)
@@ -231,8 +239,9 @@ class Handouts:
         return self._out[0].place if self._out else after
 
     def close(self) -> None:
-        for hook in [*self._hooks, *self._looks]:
+        for hook in self._hooks:
             hook.remove()
+        self._calls.close()
 
     def _are_as_left(self) -> bool:
         """Whether the gradients are those that the last step was made with, to judge by the first one."""
@@ -272,10 +281,14 @@ class Handouts:
         return [*([self._last] if self._num_ahead and self._last else []), *self._out]
 
     def _compare_weights(self, weight: float) -> None:
-        """Of what the script holds, where the newest batch's `weight` is another than the one before had."""
+        """Of what the script holds, where the newest batch's `weight` is another than the one before had. It may have a
+        copy of that one."""
         if self._are_uneven or weight != self._weight:
             self._kept.forget_dropped()
-            self._are_uneven = len({handed.weight for handed in [*self._held(), *self._out]}) > 1
+            weights = {handed.weight for handed in [*self._held(), *self._out]}
+            if self._copies and not math.isnan(self._weight):
+                weights.add(self._weight)
+            self._are_uneven = len(weights) > 1
         self._weight = weight
 
     def _held(self) -> list[Handed]:
@@ -292,40 +305,49 @@ class Handouts:
             self._set_weight(candidates[0].weight)
         if len(candidates) > 1 or self._leaves_out or self._are_uneven or (self._is_over and self._kept):
             self._look_at_inputs()
-        elif self._looks and self._num_ahead != math.inf:
-            for hook in self._looks:
-                hook.remove()
-            self._looks = []
+        elif self._is_looking and self._num_ahead != math.inf:
+            self._is_looking = False
+            self._calls.close()
 
     def _look_at_inputs(self) -> None:
-        if not self._looks:
-            hook = OwnHook(self._on_forward)
-            self._looks = [model.register_forward_pre_hook(hook, with_kwargs=True) for model in self._models]
-            after = OwnHook(self._on_output)
-            self._looks += [model.register_forward_hook(after) for model in self._models]
+        self._is_looking = True
+        self._calls.listen(to_parts=self._are_uneven)
 
-    def _on_forward(self, _: nn.Module, arguments: Any, settings: Any) -> None:
-        if _is_transformed() or not torch.is_grad_enabled():
+    def _on_forward(self, is_part: bool, inputs: list[Tensor]) -> None:
+        self._called = None
+        if not torch.is_grad_enabled() or (is_part and torch._C._current_graph_task_id() >= 0):  # a checkpoint's
             return
         if self._num_ahead == math.inf:  # another thread asks for batches, so only this lies between two
             self.look_back()
-        inputs = tensors_in([arguments, settings])
-        if self._known is None:
-            self._known = self._found(inputs)
-        elif (other := self._another(self._known, inputs)) is not None:
+        found = self._made_of(inputs) if is_part else None
+        if is_part:
+            inputs = [tensor for tensor in inputs if not tensor.requires_grad]
+        if found is None and is_part and not inputs:
+            return
+        if found is None:
+            found = self._found(inputs) if self._known is None else self._another(self._known, inputs)
+        if found is not None and self._known not in (None, found):
             self.look_back()
-            self._known = other
+        self._known = found or self._known
         handed = self._known or self._expected(self._out)
         if handed is not None:
             self._computed.add(handed)
             self._set_weight(handed.weight)
+        self._called = self._known
 
-    def _on_output(self, _: nn.Module, __: Any, output: Any) -> None:
-        if _is_transformed() or self._known is None:
+    def _made_of(self, inputs: list[Tensor]) -> Handed | None:
+        """The batch of which a model, or a part of it, has made these."""
+        nodes = (node for tensor in inputs if tensor.grad_fn is not None for node in graph_of(tensor.grad_fn))
+        return next((self._made[node] for node in nodes if node in self._made), None)
+
+    def _on_output(self, output: Any) -> None:
+        if self._called is None:
             return
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:  # else a parameter, which outlives the batch
-                tensor.register_hook(partial(self._on_reached, self._known))
+                tensor.register_hook(partial(self._on_reached, self._called))
+                if self._are_uneven:
+                    self._made[tensor.grad_fn] = self._called
 
     def _on_reached(self, handed: Handed, _: Tensor) -> None:
         """A backward pass begins with what the model has computed on this batch, or comes to that."""
@@ -338,7 +360,7 @@ class Handouts:
         self._set_weight(handed.weight)
 
     def _found(self, inputs: list[Tensor]) -> Handed | None:
-        sharing = self._sharing(inputs)
+        sharing = self._sharing(inputs) or self._copied(inputs)
         if len(sharing) == 1:
             return sharing[0]
         as_long = _as_long(self._candidates(), inputs) or (_as_long(self._kept, inputs) if not self._out else [])
@@ -349,7 +371,7 @@ class Handouts:
     def _another(self, known: Handed, inputs: list[Tensor]) -> Handed | None:
         """The batch that these are of, where it is another one that waits or is kept. Noise is of none, or as long as
         the one."""
-        sharing = self._sharing(inputs)
+        sharing = self._sharing(inputs) or self._copied(inputs)
         among = sharing or _as_long([known, *self._out], inputs)
         if known in among or len({handed.weight for handed in among}) != 1:
             return None
@@ -365,6 +387,9 @@ class Handouts:
             if any(start in memory for memory in handed.memory for start in starts)
         ]
 
+    def _copied(self, inputs: list[Tensor]) -> list[Handed]:
+        return self._copies.of(inputs) if self._copies else []
+
     def _expected(self, among: Sequence[Handed]) -> Handed | None:
         """What is trained on next where only the order tells."""
         if not among:
@@ -375,6 +400,7 @@ class Handouts:
         known, self._known = self._known, None
         reached, self._reached = self._reached, set()
         computed, self._computed = self._computed, set()
+        self._made.clear()
         if len({handed.weight for handed in reached}) > 1:
             epoch = max(handed.place.epoch for handed in reached)
             raise UsageError(
@@ -414,11 +440,6 @@ class Handouts:
             "(DataLoader(num_workers=...) reads ahead by itself), or give the DataLoader drop_last=True or a "
             "batch size that divides the data evenly"
         )
-
-
-def _is_transformed() -> bool:
-    """Whether torch traces the script, or computes for torch.func, whose tensors have no memory and take no hooks."""
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _as_long(batches: Iterable[Handed], inputs: list[Tensor]) -> list[Handed]:

@@ -104,6 +104,6 @@ class Handover:
                 f"the checkpoint was taken with {len(checkpoint.workers)} workers, this run has "
                 f"{self._run.context.size}; resume with as many"
             )
-        self._go_on(replace(checkpoint, data={}))
+        self._go_on(replace(checkpoint, data={}, looks={}))
         for feed in self._run.prepared.feeds.values():
             feed.loader.begin_at()

@@ -1,6 +1,6 @@
 """Batches that a script has trained on and holds on to, since it may train on them again."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -10,6 +10,8 @@ from torch.utils.weak import TensorWeakRef
 from paceline.training.sharding.part import Place
 
 _FEW = 32
+_MANY = 16
+_NUM_VALUES = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +72,34 @@ class KeptBatches:
 
     def __bool__(self) -> bool:
         return bool(self._in_storage)
+
+
+@final
+class Copies:
+    """Tells copies of batches by their shape and some of their values, whatever became of the batches."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Handed] = {}  # the first are the oldest
+
+    def add(self, handed: Handed, tensors: Sequence[Tensor]) -> None:
+        """The script gets this batch, of these tensors."""
+        for tensor in tensors[:1]:
+            self._known[_mark(tensor)] = handed
+            if len(self._known) > _MANY:
+                del self._known[next(iter(self._known))]
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def of(self, tensors: Iterable[Tensor]) -> list[Handed]:
+        """The batches that these are copies of."""
+        marks = (_mark(tensor) for tensor in tensors)
+        return list(dict.fromkeys(self._known[mark] for mark in marks if mark in self._known))
+
+
+def _mark(tensor: Tensor) -> Hashable:
+    flat = tensor.detach().reshape(-1)
+    return tuple(tensor.shape), tuple(flat[:: flat.numel() // _NUM_VALUES | 1].tolist())
 
 
 def _storage(tensor: Tensor) -> int:

@@ -80,7 +80,7 @@ def stacked_in(node: Any) -> list[Any]:
 def is_of_data(node: Any) -> bool:
     """Whether it comes from a layer of the model, and not from parameters alone, as a penalty on weights does; that has
     few nodes."""
-    graph = enumerate(_graph_of(node), 1)
+    graph = enumerate(graph_of(node), 1)
     return any(count == MOST_NODES or _takes_data(each) for count, each in graph)
 
 
@@ -95,10 +95,10 @@ def _takes_data(node: Any) -> bool:
 
 
 def _has_parameter(node: Any) -> bool:
-    return any(isinstance(getattr(each, "variable", None), nn.Parameter) for each in _graph_of(node))
+    return any(isinstance(getattr(each, "variable", None), nn.Parameter) for each in graph_of(node))
 
 
-def _graph_of(node: Any) -> Iterator[Any]:
+def graph_of(node: Any) -> Iterator[Any]:
     """What a tensor was computed by, from its end on."""
     left, seen = [node], set[Any]()
     while left and len(seen) < MOST_NODES:

@@ -7,15 +7,15 @@ from torch.utils.data import IterableDataset
 
 from paceline.errors import UsageError
 from paceline.training.sharding import DIFFERS, ShardedLoader
-from paceline.training.sharding.fingerprint import first_unlike, place_of
+from paceline.training.sharding.fingerprint import Fingerprint, first_unlike, places
 
 
 class Told(NamedTuple):
     """What a rank says of a loader."""
 
     epoch: int
-    samples: list[int]
-    """A fingerprint of a few."""
+    samples: Fingerprint
+    """Marks of a few."""
     order_epoch: int
     order: str
     """A digest of what the script's sampler has drawn; empty where nothing of the script draws."""
@@ -49,11 +49,10 @@ class SameData:
             told = [Told(*theirs[name]) for theirs in everyone if name in theirs]
             for rank, theirs in enumerate(told):
                 if theirs.epoch == told[0].epoch:
-                    slot = first_unlike(told[0].samples, theirs.samples)
-                    if slot is not None:
-                        raise _other_samples(
-                            name, rank, theirs.epoch, place_of(slot, len(loader.dataset), theirs.epoch)
-                        )
+                    number = first_unlike(told[0].samples, theirs.samples)
+                    if number is not None:
+                        place = places(len(loader.dataset), theirs.epoch)[number]
+                        raise _other_samples(name, rank, theirs.epoch, place)
                 if theirs.order_epoch == told[0].order_epoch and theirs.order != told[0].order:
                     raise _other_order(name, rank, theirs.order_epoch)
 

@@ -40,6 +40,8 @@ class SameGradients:
         self.weights = SameWeights(parameters, is_off=is_off, some_of=_some_of)
         self.divisors = Divisors(is_first=is_first, num_samples=num_samples)
         """These look at the same backward passes."""
+        self.on_begin: Callable[[], object] = lambda: None
+        """Called where a look begins."""
         self._parameters, self._size, self._is_first = parameters, size, is_first
         self._hooks: list[RemovableHandle] = []
         self._gradients: dict[str, None] = {}
@@ -57,6 +59,7 @@ class SameGradients:
         self._gradients, self._num_steps = {}, 0
         self.weights.begin()
         self.divisors.begin()
+        self.on_begin()
         if not self._hooks:
             self._hooks = [
                 parameter.register_hook(OwnHook(partial(self._take, number)))

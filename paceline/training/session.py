@@ -1,5 +1,6 @@
 """One worker's run as its script sees it: what it asks for, and what it is given."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -51,6 +52,9 @@ from paceline.training.summed_loss import SummedLoss
 from paceline.training.unchanged import remembered_values
 from paceline.training.unprepared import UnpreparedSteps
 from paceline.training.worker_run import Prepared, WorkerRun
+
+_LAST = 8
+"""Batches of a pass: a script may have copies of these when the smaller one comes."""
 
 
 @final
@@ -158,6 +162,9 @@ class Session:
         looked_at = UnpreparedLoaders(rank=context.rank, size=context.size)
         self._at_release.callback(looked_at.close)
         steps = Steps(self.run, self.course, self._cadence, self._summed_loss(whole, batches), looked_at)
+        batches.on_pass = steps.begin_pass
+        if alike is not None:
+            alike.on_begin = steps.look_again
         steps.tell_facts(synchronizer.facts)
         for optimizer, part in zip(optimizers.values(), parts.values(), strict=True):
             steps.take_over(optimizer, part, is_first=part is first)
@@ -284,12 +291,14 @@ class Session:
 
     def _feed(self, loader: ShardedLoader, whole: Replica, synchronizer: Synchronizer) -> Feed:
         context, traits = self.run.context, self.run.traits
+        is_weighed = context.has_peers and traits.is_synchronous
         handouts = Handouts(
             whole,
             rank=context.rank,
             set_weight=synchronizer.set_weight,
             is_averaged=context.has_peers and traits.averages_gradients,
-            is_weighed=context.has_peers and traits.is_synchronous,
+            is_weighed=is_weighed,
+            copies_from=max(0, len(loader) - _LAST) if is_weighed and not loader.is_even else math.inf,
         )
         return Feed(loader, handouts)
 

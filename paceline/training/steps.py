@@ -17,6 +17,8 @@ from paceline.training.summed_loss import SummedLoss
 from paceline.training.worker_run import WorkerRun
 
 _MOST_LOOKS = 8
+_MOST_PASSES = 16
+"""Whose first losses are looked at: short passes are not to cost more."""
 Update = Callable[[], object]
 """The script's own optimizer step."""
 
@@ -26,7 +28,8 @@ class Steps:
     """Has a synchronizer take each step, with the optimizer's own `step` as its update.
 
     Args:
-        summed_loss: looks at losses up to each optimizer's first step.
+        summed_loss: looks at losses up to each optimizer's first step, and again in the first step of an epoch and
+            after a pause.
         loaders: looks at those that were not prepared.
     """
 
@@ -40,8 +43,10 @@ class Steps:
     ) -> None:
         self._run, self._course, self._cadence = run, course, cadence
         self._summed_loss, self._loaders = summed_loss, loaders
+        self._synchronizers: list[Synchronizer] = []
         self._yet_to_step: set[Synchronizer] = set()  # their optimizers have not stepped
         self._num_looks = _MOST_LOOKS  # so many steps more, of any optimizer, before it looks no longer
+        self._num_passes = 0
         self._is_stepping = False
         self._told: Mapping[str, object] = {}
 
@@ -54,6 +59,7 @@ class Steps:
         """Replace the optimizer's step on this object alone, so that schedulers and scalers keep hold of it."""
         own_step = optimizer.step
         evaluates = may_evaluate(optimizer)
+        self._synchronizers.append(synchronizer)
         self._yet_to_step.add(synchronizer)
         begin_step = self._course.begin_step if is_first else self._begin_beside
         take_step = partial(self._step, synchronizer) if is_first else partial(self._step_beside, synchronizer)
@@ -97,16 +103,28 @@ class Steps:
             self._summed_loss.close()
             self._summed_loss = None
 
-    def _look_at_losses(self, synchronizer: Synchronizer) -> None:
+    def begin_pass(self) -> None:
+        """A pass over the data begins."""
+        self._num_passes += 1
+        if self._num_passes <= _MOST_PASSES:
+            self.look_again()
+
+    def look_again(self) -> None:
+        """At the losses of the next step; the script may change them in mid-run."""
+        if self._summed_loss is not None and not self._summed_loss.is_listening:
+            self._summed_loss.begin()
+            self._yet_to_step, self._num_looks = set(self._synchronizers), _MOST_LOOKS
+
+    def _look_at_losses(self, summed_loss: SummedLoss, synchronizer: Synchronizer) -> None:
         """Until each optimizer has stepped once, or others have many times meanwhile."""
-        if self._summed_loss is None or not self._summed_loss.has_looked:
+        if not summed_loss.has_looked:
             return
         if self._num_looks == _MOST_LOOKS:
-            self._summed_loss.end_step()
+            summed_loss.end_step()
         self._num_looks -= 1
         self._yet_to_step.discard(synchronizer)
         if not self._yet_to_step or not self._num_looks:
-            self.close()
+            summed_loss.close()
 
     def _step(self, synchronizer: Synchronizer, update: Update, *, is_computed: bool = True) -> None:
         """One step of the first optimizer, and its record: what of its time was computing, moving tensors, and waiting
@@ -123,8 +141,8 @@ class Steps:
             self._require_batch()
         if self._loaders.passes:
             self._loaders.look(prepared.handouts.progress().num_batches)
-        if self._summed_loss is not None:
-            self._look_at_losses(synchronizer)
+        if self._summed_loss is not None and self._summed_loss.is_listening:
+            self._look_at_losses(self._summed_loss, synchronizer)
         if is_computed:
             prepared.handouts.take_what_was_set()
         self._change_weights()
@@ -160,8 +178,8 @@ class Steps:
         """One step of another optimizer. It belongs to the first one's step before it in its round of the script's
         loop, or to the next one; so also to the last, after which the run has ended already."""
         self._begin_beside()
-        if self._summed_loss is not None:
-            self._look_at_losses(synchronizer)
+        if self._summed_loss is not None and self._summed_loss.is_listening:
+            self._look_at_losses(self._summed_loss, synchronizer)
         self._change_weights()
         try:
             synchronizer.step(update, pause_at=NEVER)

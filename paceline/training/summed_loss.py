@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.buckets import when_gradient_is_ready
 from paceline.errors import UsageError
@@ -32,9 +33,8 @@ class _Pass(NamedTuple):
 
 @final
 class SummedLoss:
-    """Looks at the losses of backward passes up to each optimizer's first step: before a pass, which frees what a graph
-    has saved. The first gradient of the model tells that it is one of the model's. What a script divides is as it wants
-    it.
+    """Looks at the losses of backward passes while it listens: before a pass, which frees what a graph has saved. The
+    first gradient of the model tells that it is one of the model's. What a script divides is as it wants it.
 
     Args:
         num_samples: of the batch that the script has got last.
@@ -44,27 +44,41 @@ class SummedLoss:
         self, parameters: Sequence[nn.Parameter], *, rank: int, size: int, num_samples: Callable[[], int]
     ) -> None:
         self._rank, self._size, self._num_samples = rank, size, num_samples
+        self._parameters = parameters
+        self._hooks: list[RemovableHandle] = []
+        self._has_told = False
+        self.begin()
+
+    @property
+    def is_listening(self) -> bool:
+        return bool(self._hooks)
+
+    def begin(self) -> None:
+        """Look at the next step's losses."""
         self.has_looked = False
         self._under_way: _Pass | None = None
         self._terms = Terms()
         self._doubt: str | None = None
         self._place: Place | None = None  # of the last pass
-        self._hooks = [when_gradient_is_ready(parameter, self._take, 0) for parameter in parameters]
-        backward_calls.add(self)
+        if not self._hooks:
+            self._hooks = [when_gradient_is_ready(parameter, self._take, 0) for parameter in self._parameters]
+            backward_calls.add(self)
 
     def close(self) -> None:
         backward_calls.remove(self)
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
     def end_step(self) -> None:
-        """The first step's gradients are there. Warns, on rank 0, where its passes were of parts of a batch: it is no
+        """The step's gradients are there. Warns, on rank 0, where its passes were of parts of a batch: it is no
         error, since the script may have divided the gradients. So it does of as many terms as samples that share
         nothing, which may be of a model each."""
-        if self._rank != 0:
+        if self._rank != 0 or self._has_told:
             return
         num_samples = self._num_samples()
         if self._doubt is not None and self._place is not None:
+            self._has_told = True
             self._place.warn(self._doubt)
         elif self._terms.are_parts(num_samples):
             what = "the script calls backward() for one part of a batch after the other"
@@ -75,6 +89,7 @@ class SummedLoss:
 
     def _warn(self, what: str, parts: str, *, unless: str) -> None:
         assert self._place is not None
+        self._has_told = True
         self._place.warn(
             f"{what}, and nothing divides these losses: their gradients add up to a sum over the batch, and workers "
             f"average gradients as if it were a mean, so that a step is {self._size} times smaller than one process "

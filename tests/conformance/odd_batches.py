@@ -99,6 +99,62 @@ def beside_gradients_of_another(worker: Any) -> nn.Module:
     return model
 
 
+class Coder(nn.Module):
+    """Classes, from a code of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh()).double()
+        self.head = nn.Linear(16, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))  # type: ignore[no-any-return]
+
+
+def of_parts(batches: list[Any], model: Any) -> list[Tensor]:
+    """A loss of the whole model, one of its encoder on another batch, and one of two parts."""
+    (x, y, _), (other, labels, _) = batches
+    code = model.encoder(other)
+    return [
+        nn.functional.cross_entropy(model(x), y),
+        code.square().mean(),
+        nn.functional.cross_entropy(model.head(code.tanh()), labels),
+    ]
+
+
+def in_parts(worker: Any, *, last_first: bool = False, in_one_loss: bool = False) -> nn.Module:
+    """Takes two batches a step, and calls parts of its model by themselves."""
+    model: Any = Coder()
+    model, optimizer, loader = worker.prepare(model, momentum(model.parameters()), with_tail(worker))
+    remaining = itertools.chain(loader, loader)
+    while pair := list(itertools.islice(remaining, 2)):
+        optimizer.zero_grad()
+        losses = of_parts(pair[::-1] if last_first else pair, model)
+        losses = [losses[0], losses[1] + losses[2]]
+        if in_one_loss:
+            losses = [losses[0] + losses[1]]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+    return model
+
+
+def with_a_copy(worker: Any, *, in_one_loss: bool = False, copy_first: bool = False) -> nn.Module:
+    """Keeps a copy of the batch before, as on another device, and trains on it again beside the next one."""
+    model = perceptron()
+    model, optimizer, loader = worker.prepare(model, momentum(model.parameters()), with_tail(worker))
+    before: Any = None
+    for batch in itertools.chain(loader, loader):
+        optimizer.zero_grad()
+        losses = [loss_of(model, each) for each in (batch, before) if each is not None]
+        for loss in [torch.stack(losses).sum()] if in_one_loss else losses[::-1] if copy_first else losses:
+            loss.backward()
+        optimizer.step()
+        before = [tensor.clone() for tensor in batch]
+        del batch
+    return model
+
+
 SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "chunks twice": partial(train, loader=with_tail, way=in_chunks_twice),
     "chunks of a class twice": partial(train, loader=batches_of_a_class, way=in_chunks_twice),
@@ -107,4 +163,10 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "losses first, outputs of a class": partial(losses_first, kind=Told),
     "losses first, outputs of a closed class": partial(losses_first, kind=Untold),
     "beside gradients of another": beside_gradients_of_another,
+    "in parts": in_parts,
+    "in parts, the last one whole": partial(in_parts, last_first=True),
+    "in parts, in one loss": partial(in_parts, in_one_loss=True),
+    "with a copy of the one before": with_a_copy,
+    "with a copy of the one before, first": partial(with_a_copy, copy_first=True),
+    "with a copy of the one before in one loss": partial(with_a_copy, in_one_loss=True),
 }

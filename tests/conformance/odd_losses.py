@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -274,6 +275,23 @@ def means_of_samples(output: Tensor, y: Tensor) -> Tensor:
     return sum(float(1 + label) * loss for loss, label in zip(losses, y, strict=True)) / len(y)  # type: ignore[return-value]
 
 
+def sums_later(worker: Any, *, at: int) -> nn.Module:
+    """Takes means at first, and sums from a step on; twelve are an epoch."""
+    model = perceptron()
+    model, optimizer, loader = worker.prepare(model, momentum(model.parameters()), loader_of(samples()))
+    for number, (x, y, _) in enumerate(itertools.chain(loader, loader, loader), 1):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y, reduction="mean" if number < at else "sum").backward()
+        optimizer.step()
+    return model
+
+
+def of_worst_group(output: Tensor, y: Tensor) -> Tensor:
+    """As group DRO has it."""
+    losses = F.cross_entropy(output, y, reduction="none")
+    return torch.stack([losses[: len(y) // 2].mean(), losses[len(y) // 2 :].mean()]).max()
+
+
 SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "a sum by a loop over outputs": partial(own_loop, step=partial(looped, is_mean=False, is_cut=True)),
     "a mean by a loop": partial(own_loop, step=partial(looped, is_mean=True, is_cut=False)),
@@ -301,5 +319,8 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "weighed terms, divided": partial(own_loop, step=partial(step_with, loss=partial(weighed_terms, is_mean=True))),
     "an actor and a critic": partial(own_loop, step=partial(step_with, loss=actor_and_critic)),
     "means of samples": partial(own_loop, step=partial(step_with, loss=means_of_samples)),
+    "sums from the second epoch on": partial(sums_later, at=13),
+    "sums in mid-epoch": partial(sums_later, at=18),
+    "the worst group": partial(own_loop, step=partial(step_with, loss=of_worst_group)),
     "a quotient of sums": partial(own_loop, step=partial(step_with, loss=quotient)),
 }

@@ -61,6 +61,7 @@ JOINED = r"rank \d, epoch 0: a loss goes backward that .* made of batches (10, )
 NOT_TOLD = r"rank \d, epoch 0: .* nothing tells which of the batches 11, 12 it trained on.*drop_last=True"
 HOOK = r"rank \d: a hook of the script on the gradient of '\d\.(weight|bias)' clips it.*between loss\.backward\(\) and"
 SUM = r"rank \d: the loss is a sum over the batch \(backward\(ones\)\).*take the mean"
+SUM_OF_TORCH = r"rank \d: the loss is a sum over the batch \(NllLoss with reduction='sum'\).*take the mean"
 SUM_BY_HAND = r"rank \d: the loss is a sum over the batch \(sum\(\)\).*take the mean"
 LOOP = r"rank \d: the loss is a sum over the batch \(4 terms, one a sample\).*take the mean"
 RATE = r"(step|round) \d+ param group 0: lr is .* on rank 1.*all_reduce"
@@ -140,6 +141,8 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "losses of several batches, with a tail": {(*JOINT, *ALONE): JOINED},
     "losses of two batches, with a tail": {(*JOINT, *ALONE): JOINED},
     "the one before in one loss": {(*JOINT, *ALONE): JOINED},
+    "in parts, in one loss": {(*JOINT, *ALONE): JOINED},
+    "with a copy of the one before in one loss": {(*JOINT, *ALONE): JOINED},
     "losses first, outputs of a closed class": {(*JOINT, *ALONE): NOT_TOLD},
     "stops early": {(*JOINT, *ALONE): TOGETHER},
     "back to the best": {("all-reduce",): DRIFT, SERVERS: IN_PLACE},
@@ -154,6 +157,8 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "an actor and a critic": {JOINT: LOOP},
     "sums added": {JOINT: SUM_BY_HAND},
     "a sum of the second optimizer's": {JOINT: SUM_BY_HAND},
+    "sums from the second epoch on": {JOINT: SUM_OF_TORCH},
+    "sums in mid-epoch": {JOINT: SUM_OF_TORCH},
     "a sum by einsum": {JOINT: r"rank \d: the loss is a sum over the batch \(einsum\(\) or bmm\(\)\).*take the mean"},
     "others' outputs in the loss": {(*SERVERS[1:], *ALONE): SAME_STEP},
 }
@@ -164,6 +169,7 @@ DIVIDED = ("a masked mean", "weighed by hand", "weighed by torch")
 BENT = r"the loss is a function of sums or means over the batch that is not linear, or compares its samples"
 TOLD = {
     "a quotient of sums": BENT,
+    "the worst group": BENT,
     "the largest losses": BENT,
     "views told apart": BENT,
     "features made apart": BENT,

@@ -117,6 +117,12 @@ def ahead(batches: Batches, *, depth: int = 1, copies: bool = False) -> Iterator
         yield out.pop(0)
 
 
+def scaled(batches: Batches) -> Iterator[Any]:
+    """Has asked for one more batch whenever one is trained on, and trains on what it makes of each."""
+    for x, *rest in ahead(batches):
+        yield 2 * x, *rest
+
+
 def in_chunks(batches: Batches, *, size: int = 5, copies: bool = False) -> Iterator[Any]:
     """Asks for five batches, trains on each, perhaps as copies, and asks for the next five."""
     remaining = iter(batches)
@@ -235,6 +241,8 @@ class Odd:
     """The engine that this holds for, if it is not both."""
 
 
+ALIKE = 11 * NUM_WORKERS * BATCH_SIZE + 7
+"""Samples, of which the last batch of one rank is as long as all others."""
 NOT_PREPARED = r"rank \d: the optimizer steps, and the script has taken no batch of the loader that prepare returned"
 NOT_TOLD = r"rank \d, epoch 0: .* nothing tells which of the batches 10, 11, 12 it trained on"
 IN_THREAD = r"rank \d reads the loader in another thread"
@@ -248,10 +256,13 @@ ODD = (
     Odd("one ahead, copied", partial(train, way=partial(ahead, copies=True))),
     Odd("three ahead, copied", partial(train, way=partial(ahead, depth=3, copies=True))),
     Odd(
-        "one ahead, copied, no longer told apart",
-        partial(
-            train, way=partial(ahead, copies=True), loader=partial(of_samples, count=11 * NUM_WORKERS * BATCH_SIZE + 7)
-        ),
+        "one ahead, copied, as long as others",
+        partial(train, way=partial(ahead, copies=True), loader=partial(of_samples, count=ALIKE)),
+        samples=ALIKE * NUM_EPOCHS,
+    ),
+    Odd(
+        "one ahead, scaled, no longer told apart",
+        partial(train, way=scaled, loader=partial(of_samples, count=ALIKE)),
         samples=None,
         refusal=NOT_TOLD,
     ),

@@ -27,6 +27,11 @@ def put_among_others(output: Tensor) -> Tensor:
     return one.mean() + other.mean()
 
 
+def by_group(output: Tensor) -> list[Tensor]:
+    losses = squares(output).mean(1)
+    return [losses[:3].mean(), losses[3:].mean()]
+
+
 BENT: dict[str, Callable[[Tensor], Tensor]] = {
     "a quotient of sums": lambda output: 1 - 2 * output.sum() / (output.square().sum() + 1),
     "a root of a mean": lambda output: squares(output).mean().sqrt(),
@@ -51,6 +56,12 @@ BENT: dict[str, Callable[[Tensor], Tensor]] = {
     "sums up to each, in a column": lambda output: output[:, :1].logcumsumexp(0).mean(),
     "less than the largest": lambda output: (output.mean() - squares(output).mean(1).max()).relu(),
     "weights by what others lose": weighted_by_itself,
+    "the largest of groups' means": lambda output: torch.stack(by_group(output)).max(),
+    "the larger of two means": lambda output: torch.maximum(*by_group(output)),
+    "a smooth maximum of groups' means": lambda output: torch.stack(by_group(output)).logsumexp(0),
+    "similarities with two of each": lambda output: nn.functional.cross_entropy(
+        output @ torch.cat([output, output.sin()]).t(), torch.arange(NUM_SAMPLES)
+    ),
     "a product of means": lambda output: squares(output).mean() * output.abs().mean(),
 }
 STRAIGHT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -83,6 +94,12 @@ STRAIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "a mean of products": lambda output: (output[:, :3].t() @ output.sin()[:, :3]).mean() / NUM_SAMPLES,
     "products with computed weights": lambda output: (
         nn.functional.linear(output[:, :3], nn.Linear(2, 6)(torch.ones(1, 2)).reshape(2, 3)).relu().mean()
+    ),
+    "the best of two for each sample": lambda output: (
+        sum(torch.stack([row.square().mean(), row.abs().mean()]).min() for row in output) / NUM_SAMPLES
+    ),
+    "the larger of two norms of weights": lambda output: (
+        squares(output).mean() + torch.maximum(SQUARE[:3].norm(), SQUARE[3:].norm())
     ),
     "less the largest": lambda output: nn.functional.cross_entropy(output - output.max(), torch.arange(NUM_SAMPLES)),
 }

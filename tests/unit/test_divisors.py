@@ -103,6 +103,12 @@ TOLD: dict[str, tuple[Loss, str]] = {
         "each worker.s own batch weighs",
     ),
 }
+
+
+def of_positives(output: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output[:, 0], (y == 2).float(), pos_weight=weight)
+
+
 NOT_TOLD: dict[str, Loss] = {
     "a mean": lambda m, x, y, _: losses(m, x, y).mean(),
     "a mean of one of torch's losses": lambda m, x, y, _: F.mse_loss(m(x), F.one_hot(y, NUM_CLASSES).float()),
@@ -126,6 +132,7 @@ NOT_TOLD: dict[str, Loss] = {
     "a mask a sample": lambda m, x, y, rank: (
         (m(x) * (x[:, :3] > 0)).sum(1) / (x[:, :3] > 0).sum(1).clamp(min=1)
     ).mean(),
+    "a weight of positives": lambda m, x, y, _: of_positives(m(x), y, torch.tensor(3.0)),
     "a penalty": lambda m, x, y, _: losses(m, x, y).mean() + 0.1 * m.weight.square().sum(),
     "smoothed": lambda m, x, y, _: F.cross_entropy(m(x), y, label_smoothing=0.1),
     "a label left out on every rank": lambda m, x, y, _: F.cross_entropy(m(x), IGNORED[0]),
@@ -144,6 +151,7 @@ def test_a_divisor_of_a_ranks_own_is_told(name: str) -> None:
     [
         lambda m, x, y, _: losses(m, x, y).mean() * (1 + y.float().mean()),
         lambda m, x, y, rank: losses(m, x, y).mean() + (0.1 + rank) * m(x).square().mean(),
+        lambda m, x, y, _: of_positives(m(x), y, (y < 2).sum() / (y == 2).sum()),
     ],
 )
 def test_a_factor_of_a_ranks_own_is_told(loss: Loss) -> None:

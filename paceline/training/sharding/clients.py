@@ -13,6 +13,7 @@ from paceline.partition import LABEL
 from paceline.roster import Participation, Roster
 from paceline.seeding import derive
 from paceline.training.sharding.division import RankBatch
+from paceline.training.sharding.looks import Looks
 from paceline.training.sharding.orders import IndexFeed
 from paceline.training.sharding.part import Part, Place
 from paceline.training.sharding.rebuilding import rebuilt
@@ -57,7 +58,8 @@ class ClientBatches:
         self._epochs, self._seed = participation.epochs, seed
         self._feed = IndexFeed(is_whole=True)
         self._generator = torch.Generator()
-        self._inner = rebuilt(loader, dataset, self._generator, batch_sampler=self._feed)
+        self.looks = Looks(loader, is_compared=False)
+        self._inner = rebuilt(loader, dataset, self._generator, batch_sampler=self._feed, **self.looks.changes)
         self._number = 0  # of the turn that is handed out
 
     def __len__(self) -> int:

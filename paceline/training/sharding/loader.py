@@ -12,8 +12,10 @@ from paceline.roster import Participation, Roster
 from paceline.training.sharding.after_end import AfterEnd
 from paceline.training.sharding.clients import ClientBatches, NoBatches
 from paceline.training.sharding.division import RankBatch
+from paceline.training.sharding.fingerprint import Fingerprint
+from paceline.training.sharding.looks import Looks
 from paceline.training.sharding.orders import Orders
-from paceline.training.sharding.part import Part, Place, Source
+from paceline.training.sharding.part import DIFFERS, DIFFERS_BY_RUN, Part, Place, Source
 from paceline.training.sharding.stand_in import StandIn
 from paceline.training.sharding.streams import Gather, Stream
 from paceline.training.sharding.unprepared import reading_prepared
@@ -39,6 +41,7 @@ class ShardedLoader(StandIn):
         gather: every rank's value, in rank order; a collective call.
         takes_equal_steps: whether all ranks are to have as many batches.
         dealing: what deals the samples of map-style data out, where workers may die.
+        is_kept: whether checkpoints are to say of what data they are.
         participation: of clients, each pass being over the data of one; none: over this rank's part of all data.
 
     A script's remaining epochs are empty after that, but for passes of map-style data that are none of training (see
@@ -66,6 +69,7 @@ class ShardedLoader(StandIn):
         takes_equal_steps: bool = False,
         participation: Participation | None = None,
         dealing: Callable[[Orders], Source] | None = None,
+        is_kept: bool = False,
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise UsageError(f"prepare takes a torch DataLoader, not {type(loader).__name__}")
@@ -77,6 +81,7 @@ class ShardedLoader(StandIn):
         self._on_pass, self._on_pass_end = on_pass, on_pass_end
         self._source: Source
         self._orders: Orders | None = None
+        self._looks: Looks | None = None
         self.roster: Roster | None = None
         """Whose turn each pass is, where there are clients."""
         if dealing is not None:
@@ -90,12 +95,16 @@ class ShardedLoader(StandIn):
         elif participation is not None:
             self._source = clients = ClientBatches(loader, participation, rank=rank, size=size, seed=seed)
             self.roster = clients.roster
+            self._looks = clients.looks
         elif isinstance(loader.dataset, IterableDataset):
             self._source = Stream(
                 loader, rank=rank, size=size, seed=seed, gather=gather, takes_equal_steps=takes_equal_steps
             )
         else:
             self._source = self._orders = Orders(loader, rank=rank, size=size, seed=seed)
+        if self._orders is not None:
+            self._looks = self._orders.looks
+        self._has_use_of_looks, self._is_compared = is_kept or size > 1, False
         self.place = Place(0, 0)
         """Where the next batch comes from."""
         self._resume_at: Place | None = None
@@ -120,9 +129,19 @@ class ShardedLoader(StandIn):
         """As `Orders.order`."""
         return self._orders.order if self._orders is not None else (0, "")
 
-    def look(self) -> tuple[int, list[int]] | None:
-        """As `Orders.look`, in the epoch that the loader is in."""
-        return None if self._orders is None else self._orders.look(self.place.epoch)
+    def look(self) -> tuple[int, Fingerprint] | None:
+        """As `Looks.at`, in the epoch that the loader is in, of map-style data that are dealt out."""
+        return None if self._orders is None else self._orders.looks.at(self.place.epoch)
+
+    @property
+    def first_look(self) -> Fingerprint | None:
+        """What tells the samples from others: as the first pass began, or as a checkpoint says, if either is known."""
+        return None if self._looks is None else self._looks.first or self._looks.expected
+
+    def expect(self, look: Fingerprint) -> None:
+        """The samples are to be those that this is the first look at; compared when the first pass begins."""
+        if self._looks is not None:
+            self._looks.expected = look
 
     def resume_at(self, place: Place, identity: dict[str, Any]) -> None:
         """Skip to a checkpoint's place in the data.
@@ -166,6 +185,7 @@ class ShardedLoader(StandIn):
             return
         epoch = self.place.epoch
         if self._resume_at is not None and epoch < self._resume_at.epoch:
+            self._look(reads=False)
             self.place = Place(epoch + 1, 0)
             if self._orders is not None:
                 self._orders.pass_over(epoch)
@@ -179,7 +199,9 @@ class ShardedLoader(StandIn):
             return
         self._num_passes += 1
         own_pass = self._num_passes
+        self._look(reads=True)
         for part in _parts(self._source, self.place):
+            self._require_same_samples()
             if self._poison is not None:
                 part = part._replace(data=self._poison(part.data))
             self._on_part(part, self.place)
@@ -201,6 +223,27 @@ class ShardedLoader(StandIn):
                 return
         self.place = Place(epoch + 1, 0)
         self._on_pass_end()
+
+    def _look(self, *, reads: bool) -> None:
+        """A pass begins. `reads`: batches will be read in it."""
+        if self._has_use_of_looks and self._looks is not None and not getattr(self.dataset, DIFFERS, False):
+            self._looks.begin(self.place.epoch, reads=reads)
+            self._require_same_samples()
+
+    def _require_same_samples(self) -> None:
+        """Raise UsageError if the data are not those of the checkpoint, as far as is known by now."""
+        if self._is_compared or self._looks is None:
+            return
+        self._looks.note()
+        self._is_compared = self._looks.first is not None
+        place = self._looks.other_sample()
+        if place is not None and not getattr(self.dataset, DIFFERS_BY_RUN, False):
+            raise UsageError(
+                f"rank {self._rank}: sample {place} of the data set is not what it was when the checkpoint's run "
+                "began, as in another order of files or another random split; resume with the same data set, or start "
+                "a new run from model.safetensors. If the run is to go on with other samples in their places, set "
+                f"dataset.{DIFFERS_BY_RUN} = True"
+            )
 
 
 def _parts(source: Source, place: Place) -> Iterator[Part]:

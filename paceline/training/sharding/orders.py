@@ -28,7 +28,7 @@ from torch.utils.data import (
 from paceline.errors import UsageError
 from paceline.seeding import derive, preserved_random_state, random_state, seed_everything, set_random_state
 from paceline.training.sharding.division import Group, RankBatch, groups_of, share_out
-from paceline.training.sharding.fingerprint import FirstLook, fingerprint
+from paceline.training.sharding.looks import Looks
 from paceline.training.sharding.part import Part, Place
 from paceline.training.sharding.rebuilding import rebuilt
 
@@ -56,8 +56,8 @@ class Orders:
             )
         self._feed = IndexFeed(is_whole=self._batch_sampler is not None)
         self._generator = torch.Generator()
-        self._first_look = FirstLook(loader.worker_init_fn) if loader.num_workers and size > 1 else None
-        changes: dict[str, Any] = {"worker_init_fn": self._first_look} if self._first_look is not None else {}
+        self.looks = Looks(loader, is_compared=size > 1)
+        changes = self.looks.changes
         if loader.batch_sampler is not None:
             self._inner = rebuilt(loader, loader.dataset, self._generator, batch_sampler=self._feed, **changes)
         else:
@@ -128,16 +128,7 @@ class Orders:
         """All ranks' indices of an epoch, by global batches."""
         return groups_of(self._drawn(epoch), size=self._size, drop_last=self._drops_last)
 
-    def look(self, epoch: int) -> tuple[int, list[int]] | None:
-        """The epoch in which the data set was looked at last, this one where it is read in this process, and the
-        fingerprint there."""
-        if self._loader.num_workers:
-            return None if self._first_look is None else self._first_look.found
-        return epoch, fingerprint(self._loader.dataset, epoch)
-
     def parts(self, place: Place) -> Iterator[Part]:
-        if self._first_look is not None:
-            self._first_look.begin(place.epoch)
         batches = itertools.islice(self.batches(place.epoch), place.num_batches_done, None)
         return self.fetched(batches, self._rank, place.epoch)
 

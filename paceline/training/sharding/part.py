@@ -5,6 +5,8 @@ from typing import Any, NamedTuple, Protocol
 
 DIFFERS = "differs_by_rank"
 """The attribute of a data set whose samples are meant to be others on each rank."""
+DIFFERS_BY_RUN = "differs_by_run"
+"""The attribute of a data set whose samples are meant to be others than the run's that is gone on with."""
 
 
 class Part(NamedTuple):

@@ -111,6 +111,9 @@ class _Elsewhere:
     def state(self) -> dict[str, Tensor]:
         return self._store.state(self._number)
 
+    def counts(self) -> dict[str, int]:
+        return self._store.counts(self._number)
+
     def save(self, directory: Path) -> list[RowFile]:
         return self._store.save(self._number, directory)
 

@@ -230,18 +230,37 @@ def read_and_train(worker: Worker, out: Path) -> None:
     ],
 )
 def test_a_run_goes_on_with_another_number_of_servers(run: Any, strategy: str, optimizer: str, tmp_path: Path) -> None:
+    assert_resumes(partial(train, optimizer=optimizer), run, strategy, tmp_path)
+
+
+def test_rows_that_come_late_and_go_are_the_same_on_any_number_of_servers(tmp_path: Path) -> None:
+    """Counts of users without a row, and when rows had gradients, go on with the run."""
+    script = partial(train, optimizer="adagrad:lr=0.3", min_count=4, evict_after=2)
+    assert_resumes(script, virtual_engine.run, "ps-bsp", tmp_path)
+    (told,) = (event.details for event in Result(tmp_path / "whole" / "run").events if event.name == "rows")
+    assert told["users"]["rows"] == len(rows_of(tmp_path / "whole")["users.keys"])
+    assert min(told["users"].values()) > 0
+    assert told["items"] == {"rows": NUM_ITEMS // 2, "evicted": 0, "waiting": 0, "dropped": 0}
+
+
+def assert_resumes(training: partial[None], run: Any, strategy: str, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     settings = {"strategy": strategy, "workers": 2, "checkpoint_every": 7}
     for out, fails_at in ((whole, None), (broken, 16)):
         out.mkdir()
-        script = partial(launched, partial(train, optimizer=optimizer, fails_at=fails_at), out)
+        script = partial(launched, partial(training, fails_at=fails_at), out)
         if fails_at is None:
             run(script, out=out / "run", options={"servers": 1}, **settings)
         else:
             with pytest.raises(RunFailed, match="scripted failure"):
                 run(script, out=out / "failed", options={"servers": 3}, **settings)
-    script = partial(launched, partial(train, optimizer=optimizer), broken)
-    run(script, out=broken / "run", resume=broken / "failed", options={"servers": 2}, **settings)
+    run(
+        partial(launched, training, broken),
+        out=broken / "run",
+        resume=broken / "failed",
+        options={"servers": 2},
+        **settings,
+    )
     assert_same_rows(rows_of(whole), rows_of(broken))
 
 

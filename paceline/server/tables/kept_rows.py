@@ -81,8 +81,8 @@ class KeptRows:
     @torch.no_grad()
     def update(self, gradients: RowGradients, *, lr: float | None = None) -> None:
         """The worker has pushed these. Its copies have them at once where the row and its gradient say all that the
-        server's optimizer goes by; else once they are read anew."""
-        if self._spec.optimizer.state or not len(self):
+        server goes by; else once they are read anew."""
+        if self._spec.optimizer.state or self._spec.min_count > 1 or not len(self):
             return
         places, is_here = self._places(gradients.keys)
         own = self._rows[places[is_here]]

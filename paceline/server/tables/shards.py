@@ -113,11 +113,14 @@ class TableShards:
 
     def _open(self, message: Message) -> Fields:
         self._storage = self._new_memory() if self.files is None else InFiles(self.files)
-        self._tables = [Table(TableSpec.of_plain(plain), self._storage) for plain in message.body["tables"]]
+        specs, num = [TableSpec.of_plain(plain) for plain in message.body["tables"]], message.body["num_servers"]
+        if type(num) is not int or num < 1:
+            raise ValueError(f"{num!r} servers")
+        self._tables = [Table(spec, self._storage, num_servers=num) for spec in specs]
         return {}
 
     def _show(self, message: Message) -> Fields:
-        """Where workers on this host see the rows."""
+        """Where workers on this host see the rows, and how many there are."""
         if not self._tables:
             raise ValueError("there are no tables")
         return {"body": {**self._storage.plain_view(), "tables": [table.plain_view() for table in self._tables]}}

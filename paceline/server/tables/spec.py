@@ -41,10 +41,19 @@ class TableSpec:
     """Of the distribution; its mean is 0."""
     seed: int = 0
     dtype: torch.dtype = torch.float32
+    min_count: int = 1
+    """A key's row is made by the update that is the so manieth with a gradient of it; those before are dropped."""
+    evict_after: int | None = None
+    """A row goes that has had no gradient for so many updates; none: it stays."""
+    max_rows: int | None = None
+    """Where there are more, those that have had none for longest go; none: there may be any number."""
 
     def __post_init__(self) -> None:
-        for what, value, most in (("num_rows", self.num_rows, _MOST_ROWS), ("dim", self.dim, 2**20)):
-            if type(value) is not int or not 1 <= value <= most:
+        numbers = {name: getattr(self, name) for name in ("num_rows", "min_count", "evict_after", "max_rows", "dim")}
+        for what, value in numbers.items():
+            most = 2**20 if what == "dim" else _MOST_ROWS
+            is_left_out = value is None and what in ("evict_after", "max_rows")
+            if not is_left_out and (type(value) is not int or not 1 <= value <= most):
                 raise UsageError(f"table {self.name!r}: {what} must be a whole number from 1 to {most}, not {value!r}")
         if not 0 <= self.std < float("inf"):
             raise UsageError(f"table {self.name!r}: std must be a number of at least 0, not {self.std!r}")
@@ -64,6 +73,11 @@ class TableSpec:
             return cls(**{**given, "optimizer": optimizer, "dtype": dtype})
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"no description of a table: {error}") from None
+
+    @property
+    def evicts(self) -> bool:
+        """Whether rows go again."""
+        return self.evict_after is not None or self.max_rows is not None
 
     def empty_rows(self, num: int = 0) -> Tensor:
         """Memory for so many rows, shape (num, dim)."""

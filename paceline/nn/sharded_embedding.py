@@ -64,7 +64,8 @@ class ShardedEmbedding(nn.Module):
         optimizer: of the rows, such as `paceline.nn.Adagrad(lr=0.1)`, or its text `"adagrad:lr=0.1"`.
         name: by which errors and checkpoints know the table; a model's tables have different ones.
         std: rows begin with draws from a normal distribution with this standard deviation and the mean 0.
-        dtype: float32 or float64.
+        dtype: float32, float64, bfloat16 or float16. In the last two rows lie on the servers and move to workers; the
+            script has them in float32, in which updates are made, too.
         min_count: a key's row is made by the update that is the so manieth with a gradient of it. Until then a lookup
             gives its first values, and gradients of it are dropped.
         evict_after: a row that has had no gradient for so many updates of the table is forgotten, and its key is as if
@@ -246,7 +247,7 @@ class ShardedEmbedding(nn.Module):
 
         def read() -> Tensor:
             rows = self._own.read(own) if home is None else home.read(own, is_fresh=not trains)
-            return rows.to(keys.device)
+            return rows.to(keys.device, self.spec.computed)
 
         if not trains:
             return read()

@@ -305,6 +305,51 @@ def read_many(worker: Worker, out: Path) -> None:
         updater.step()
 
 
+@pytest.mark.parametrize(("strategy", "dtype"), [("ps-bsp", torch.bfloat16), ("ps-ssp:row_staleness=1", torch.float16)])
+def test_rows_in_half_precision_move_half_and_train_alike(strategy: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    found = []
+    for each in (torch.float32, dtype):
+        script = partial(launched, partial(learn_planted, dtype=each), tmp_path)
+        out = tmp_path / f"{each}-run"
+        result = virtual_engine.run(script, strategy=f"{strategy}:servers=2", workers=2, out=out, eval_every=200)
+        first, last = (result.evaluations[place].metrics["error"] for place in (0, -1))
+        assert last < 0.1 * first
+        found.append((last, sum(record.moved_bytes for record in result.steps)))
+    (whole_error, whole_bytes), (half_error, half_bytes) = found
+    assert half_error == pytest.approx(whole_error, rel=0.1)
+    assert half_bytes < 0.65 * whole_bytes  # the rest are keys and parameters
+
+
+class Shifted(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rows = ShardedEmbedding(40, 64, optimizer="adagrad:lr=0.3", dtype=dtype)
+        self.shift = nn.Parameter(torch.zeros(64))
+
+    def forward(self, keys: Tensor) -> Tensor:
+        shifted: Tensor = self.rows(keys) + self.shift
+        return shifted
+
+
+def learn_planted(worker: Worker, out: Path, *, dtype: torch.dtype) -> None:
+    """The rows of 40 keys become those of another table, noise aside."""
+    torch.manual_seed(5)
+    wanted, model = torch.randn(40, 64), Shifted(dtype)
+    loader: Any = DataLoader(TensorDataset(torch.arange(40).repeat(20)), batch_size=40, shuffle=True)
+    model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+    @worker.evaluation
+    def error(model: Any) -> dict[str, float]:
+        return {"error": float((model(torch.arange(40)) - wanted).square().mean())}
+
+    for _ in range(5):
+        for (keys,) in loader:
+            updater.zero_grad()
+            noise = 0.1 * torch.randn(len(keys), 64)
+            (model(keys) - wanted[keys] - noise).square().sum(dim=1).mean().backward()
+            updater.step()
+
+
 @SLOW
 @pytest.mark.parametrize("strategy", ["ps-bsp", "all-reduce:servers=1"])
 def test_gradients_add_up_until_the_step_and_go_with_zero_grad(strategy: str, tmp_path: Path) -> None:

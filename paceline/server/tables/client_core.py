@@ -85,14 +85,15 @@ class TableClient:
         """What `push` gives each server."""
         rates = {"lrs": list(lrs)} if any(lr is not None for lr in lrs) else {}
         requests: list[Given] = [({"weight": weight, "counts": [], **rates}, []) for _ in range(self._num_servers)]
-        for each in gradients:
+        for spec, each in zip(self._specs, gradients, strict=True):
             if each is None:
                 for body, _ in requests:
                     body["counts"].append(None)
                 continue
+            values = each.values.to(spec.sent)
             for (body, tensors), own in zip(requests, self._places(each.keys), strict=True):
                 body["counts"].append(len(own))
-                tensors += [each.keys.index_select(0, own), each.values.index_select(0, own)]
+                tensors += [each.keys.index_select(0, own), values.index_select(0, own)]
         return requests
 
     def get_state(self, table: int) -> list[Send]:

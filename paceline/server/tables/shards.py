@@ -97,7 +97,7 @@ class TableShards:
         touched = 0
         for index, table in enumerate(self._tables):
             if any(each.gradients[index] is not None for each in contributions):
-                nothing = RowGradients(torch.empty(0, dtype=torch.int64), table.spec.empty_rows())
+                nothing = RowGradients(torch.empty(0, dtype=torch.int64), table.spec.empty_rows(0, table.spec.computed))
                 some = [each.gradients[index] or nothing for each in contributions]
                 optimizers = {each.optimizers[index] for each in contributions if each.gradients[index] is not None}
                 if len(optimizers) > 1:
@@ -144,17 +144,20 @@ class TableShards:
             raise ValueError(f"rows of {len(counts)} tables with weight {weight!r}; there are {len(self._tables)}")
         rates = message.body.get("lrs", [None] * len(counts))
         optimizers = [with_lr(table.spec.optimizer, lr) for table, lr in zip(self._tables, rates, strict=True)]
-        gradients = [
+        came = [
             None
             if count is None
-            else RowGradients(torch.empty(_count(count, message), dtype=torch.int64), table.spec.empty_rows(count))
+            else (torch.empty(_count(count, message), dtype=torch.int64), table.spec.empty_rows(count, table.spec.sent))
             for count, table in zip(counts, self._tables, strict=True)
         ]
-        tensors = [tensor for each in gradients if each is not None for tensor in each]
+        tensors = [tensor for each in came if each is not None for tensor in each]
         from_frames(cut_for(message.payload, tensors), tensors)
-        for table, given in zip(self._tables, gradients, strict=True):
-            if given is not None:
-                table.require(given)
+        gradients: list[RowGradients | None] = []
+        for table, given in zip(self._tables, came, strict=True):
+            found = None if given is None else RowGradients(given[0], given[1].to(table.spec.computed))
+            if found is not None:
+                table.require(found)
+            gradients.append(found)
         self._waiting[message.sender] = _Waiting(weight, gradients, optimizers)
         return {}
 

@@ -12,11 +12,12 @@ from paceline.errors import UsageError
 from paceline.server.tables.row_optimizers import RowOptimizer, of_text
 
 _MOST_ROWS = 2**63
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, **_HALF}
 
 
 class RowGradients(NamedTuple):
-    """Gradients of some rows of a table."""
+    """Gradients of some rows of a table, in the precision that it computes in."""
 
     keys: Tensor
     """int64 of shape (rows,), none twice."""
@@ -58,7 +59,8 @@ class TableSpec:
         if not 0 <= self.std < float("inf"):
             raise UsageError(f"table {self.name!r}: std must be a number of at least 0, not {self.std!r}")
         if self.dtype not in _DTYPES.values():
-            raise UsageError(f"table {self.name!r}: rows are float32 or float64, not {self.dtype}")
+            kinds = "float32, float64, bfloat16 or float16"
+            raise UsageError(f"table {self.name!r}: rows are {kinds}, not {self.dtype}")
 
     def plain(self) -> dict[str, Any]:
         """As plain data, for `of_plain`."""
@@ -79,9 +81,24 @@ class TableSpec:
         """Whether rows go again."""
         return self.evict_after is not None or self.max_rows is not None
 
-    def empty_rows(self, num: int = 0) -> Tensor:
-        """Memory for so many rows, shape (num, dim)."""
-        return torch.empty(num, self.dim, dtype=self.dtype)
+    @property
+    def is_half(self) -> bool:
+        """Whether rows lie and move in 16 bits an element."""
+        return self.dtype in _HALF.values()
+
+    @property
+    def computed(self) -> torch.dtype:
+        """Of what the script gets and gives, the optimizer's state, and updates."""
+        return torch.float32 if self.is_half else self.dtype
+
+    @property
+    def sent(self) -> torch.dtype:
+        """Of gradients on their way, which may be beyond float16's range."""
+        return torch.bfloat16 if self.is_half else self.dtype
+
+    def empty_rows(self, num: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for so many rows, shape (num, dim), of the table's own type if not another one is named."""
+        return torch.empty(num, self.dim, dtype=dtype or self.dtype)
 
     def checked(self, keys: Tensor) -> Tensor:
         """The keys as int64. Raises UsageError, which names the table and a key that it has no row for."""

@@ -13,6 +13,7 @@ from paceline.server.tables import row_files
 from paceline.server.tables.dividing import WAITING
 from paceline.server.tables.entries import KEYS, Entries, Width
 from paceline.server.tables.reading import first_values, rows_of
+from paceline.server.tables.rounding import rounded
 from paceline.server.tables.row_optimizers import RowOptimizer
 from paceline.server.tables.spec import RowGradients, TableSpec, are_different
 from paceline.server.tables.storage import InMemory, Storage
@@ -98,7 +99,10 @@ class Table:
         if is_new.any():
             slots[is_new] = self._rows.add(keys[is_new], self._first(keys[is_new]))
         entries = self._rows.at(slots)
-        optimizer.step(entries[_ROWS], gradients, entries, number=self.num_updates)
+        rows = entries[_ROWS].to(self.spec.computed)
+        optimizer.step(rows, gradients, entries, number=self.num_updates)
+        if self.spec.is_half:
+            entries[_ROWS] = rounded(rows, self.spec.dtype, keys, seed=self._seed, number=self.num_updates)
         if self.spec.evicts:
             entries[_LAST].fill_(self.num_updates)
         self._rows.put(slots, entries)
@@ -141,9 +145,10 @@ class Table:
         is not finite."""
         spec, (keys, values) = self.spec, gradients
         spec.checked(keys)
-        if values.shape != (len(keys), spec.dim) or values.dtype != spec.dtype:
+        shape = len(keys), spec.dim
+        if values.shape != shape or values.dtype != spec.computed:
             raise UsageError(
-                f"table {spec.name!r}: gradients of {len(keys)} rows are {spec.dtype} of shape {len(keys), spec.dim}, "
+                f"table {spec.name!r}: gradients of {len(keys)} rows are {spec.computed} of shape {shape}, "
                 f"not {values.dtype} of shape {tuple(values.shape)}"
             )
         if not are_different(keys):
@@ -222,7 +227,7 @@ class Table:
         last = {_LAST: Width(1, torch.int64)} if spec.evicts else {}
         columns = {_ROWS: Width(spec.dim, spec.dtype)}
         for name, (width, _) in spec.optimizer.state.items():
-            columns[name] = Width(spec.dim if width == "element" else 1, spec.dtype)
+            columns[name] = Width(spec.dim if width == "element" else 1, spec.computed)
         groups = {"": Entries(storage, {**columns, **last}, seen=_ROWS)}
         if spec.min_count > 1:
             groups[WAITING] = Entries(storage, {_COUNT: Width(1, torch.int64), **last})

@@ -11,6 +11,7 @@ from paceline.server.tables.slots import Slots
 from paceline.server.tables.storage import Address, Storage
 
 KEYS = "keys"
+KEY_BYTES = 8
 _LEAST = 64
 
 
@@ -44,7 +45,7 @@ class Entries:
     @property
     def entry_bytes(self) -> int:
         """Of one key, without the index."""
-        return 8 + sum(num * dtype.itemsize for num, dtype in self.widths.values())
+        return KEY_BYTES + sum(num * dtype.itemsize for num, dtype in self.widths.values())
 
     @property
     def addresses(self) -> list[Address]:

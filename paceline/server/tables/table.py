@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 from paceline.row_file import RowFile
 from paceline.server.tables import row_files
 from paceline.server.tables.dividing import WAITING
-from paceline.server.tables.entries import KEYS, Entries, Width
+from paceline.server.tables.entries import KEY_BYTES, KEYS, Entries, Width
 from paceline.server.tables.reading import first_values, rows_of
 from paceline.server.tables.rounding import rounded
 from paceline.server.tables.row_optimizers import RowOptimizer
@@ -62,6 +62,11 @@ class Table:
         self._storage.trim()
         return rows
 
+    @property
+    def update_bytes(self) -> int:
+        """An update reads and writes so many bytes for each row."""
+        return self.spec.dim * self.spec.computed.itemsize + 2 * (self._rows.entry_bytes - KEY_BYTES)
+
     def plain_view(self) -> dict[str, Any]:
         """Where other processes of this host find what is read, as plain data, and `counts`."""
         return {"seed": self._seed, "columns": self._rows.addresses, "counts": self.counts()}
@@ -107,7 +112,7 @@ class Table:
             entries[_LAST].fill_(self.num_updates)
         self._rows.put(slots, entries)
         self._storage.trim()
-        return gradients.nbytes + 2 * sum(each.nbytes for each in entries.values())
+        return len(keys) * self.update_bytes
 
     def _counts_enough(self, keys: Tensor, has_none: Tensor) -> Tensor:
         """Of each key whether it has a row, or is to have one, since as many updates had it. The others are counted."""

@@ -22,6 +22,11 @@ def as_array(tensor: Tensor) -> Any:
         return tensor
 
 
+def as_words(tensor: Tensor) -> Any:
+    """A numpy array over a tensor's memory; numbers that numpy may not know are whole ones, as wide."""
+    return (tensor.view(torch.int16) if tensor.dtype in _HALF else tensor).numpy()
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Whether no element is NaN or infinite."""
     # One pass: a sum is finite only if every term is, or it overflows, which the second look settles.

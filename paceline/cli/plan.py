@@ -62,7 +62,8 @@ def plan(
 ) -> None:
     """Predict what a step of SCRIPT takes under every strategy, for every number of workers and servers of a cluster.
 
-    The script runs for two steps (or some more, for its noise scale) on the virtual engine; all else is computed.
+    The script runs for two steps (or some more, for its noise scale, or rows of tables) on the virtual engine; all else
+    is computed.
 
     Example: paceline plan train.py --cluster commodity-10gbe --noise-scale measure --out plan
     """

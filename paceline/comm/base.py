@@ -386,6 +386,10 @@ class TableStore(ABC):
         """Every row that was ever updated, with its optimizer's state: see `Table.state`."""
 
     @abstractmethod
+    def counts(self, table: int) -> dict[str, int]:
+        """Of all servers, see `Table.counts`."""
+
+    @abstractmethod
     def load(self, table: int, state: Mapping[str, Tensor]) -> None:
         """Have the servers continue with the state that rank 0 gives. Collective call."""
 

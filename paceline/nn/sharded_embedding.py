@@ -23,6 +23,9 @@ class Holder(Protocol):
     def state(self) -> dict[str, Tensor]:
         """See `Table.state`."""
 
+    def counts(self) -> dict[str, int]:
+        """See `Table.counts`."""
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state` has given."""
 
@@ -61,7 +64,14 @@ class ShardedEmbedding(nn.Module):
         optimizer: of the rows, such as `paceline.nn.Adagrad(lr=0.1)`, or its text `"adagrad:lr=0.1"`.
         name: by which errors and checkpoints know the table; a model's tables have different ones.
         std: rows begin with draws from a normal distribution with this standard deviation and the mean 0.
-        dtype: float32 or float64.
+        dtype: float32, float64, bfloat16 or float16. In the last two rows lie on the servers and move to workers; the
+            script has them in float32, in which updates are made, too.
+        min_count: a key's row is made by the update that is the so manieth with a gradient of it. Until then a lookup
+            gives its first values, and gradients of it are dropped.
+        evict_after: a row that has had no gradient for so many updates of the table is forgotten, and its key is as if
+            it had never come; it is looked for such rows eight times in as many updates.
+        max_rows: where there are more, those that have had no gradient for longest are forgotten, an eighth at a time.
+            Each server has an equal part of the number.
 
     Raises:
         UsageError: an argument is out of range.
@@ -81,11 +91,14 @@ class ShardedEmbedding(nn.Module):
         name: str = "embedding",
         std: float = 1.0,
         dtype: torch.dtype = torch.float32,
+        min_count: int = 1,
+        evict_after: int | None = None,
+        max_rows: int | None = None,
     ) -> None:
         super().__init__()
         rule = of_text(optimizer) if isinstance(optimizer, str) else optimizer
         seed = int(torch.randint(2**62, ()))  # the script's generator, which is at the same place on every worker
-        self.spec = TableSpec(name, num_rows, dim, rule, std, seed, dtype)
+        self.spec = TableSpec(name, num_rows, dim, rule, std, seed, dtype, min_count, evict_after, max_rows)
         self._own = Table(self.spec)
         self._home: Home | None = None
         self.changed_lr: float | None = None
@@ -144,6 +157,11 @@ class ShardedEmbedding(nn.Module):
     def rows(self) -> dict[str, Tensor]:
         """The keys of all rows that were ever updated, in order, their rows, and their optimizer's state."""
         return self._holder.state()
+
+    def counts(self) -> dict[str, int]:
+        """How many `rows` there are, and keys that are `waiting` for one (`min_count`); how many rows were `evicted`
+        and gradients `dropped`, since the run began or was resumed."""
+        return self._holder.counts()
 
     @property
     def lr(self) -> float:
@@ -229,7 +247,7 @@ class ShardedEmbedding(nn.Module):
 
         def read() -> Tensor:
             rows = self._own.read(own) if home is None else home.read(own, is_fresh=not trains)
-            return rows.to(keys.device)
+            return rows.to(keys.device, self.spec.computed)
 
         if not trains:
             return read()

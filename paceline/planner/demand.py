@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import final
 
 from paceline.errors import UsageError
+from paceline.planner.row_work import RowWork
 
 
 @final
@@ -35,6 +36,9 @@ class StepWork:
     """In the data set, for strategies that divide it among clients; 0: unknown."""
     overhead_s: float = 0.0
     """Seconds of a step besides both passes: batches, the script's own Python, a local optimizer's update."""
+
+    rows: RowWork | None = None
+    """Of tables (`paceline.nn.ShardedEmbedding`), if the model has some."""
 
     def __post_init__(self) -> None:
         if not self.tensor_bytes or min(self.tensor_bytes) < 1:

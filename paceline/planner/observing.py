@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -19,9 +19,12 @@ from paceline.engines.virtual.server import state_bytes
 from paceline.errors import PacelineError, RunFailed, UsageError
 from paceline.planner.demand import StepWork
 from paceline.planner.noise import NoiseScale, NoiseSums
+from paceline.planner.row_work import NUM_STEPS as NUM_ROW_STEPS
+from paceline.planner.row_work import WatchedTables
 from paceline.records import Record, StepRecord
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
 from paceline.strategies.replica import Replica
+from paceline.strategies.served_rows import ServedRows
 from paceline.strategies.several import require_one_of_each
 from paceline.strategies.single import Single
 from paceline.strategies.traits import Traits
@@ -75,6 +78,7 @@ class _Seen(Watcher):
         self.is_complete = False
         self.noise_sums = NoiseSums()
         self.replica: Replica | None = None
+        self.tables = WatchedTables()
         self.forward_flop, self.forward_calls = 0.0, 0
         self.shares: tuple[float, ...] = ()
         self.state_bytes = 0.0
@@ -94,6 +98,7 @@ class _Seen(Watcher):
             backward_shares=self.shares,
             state_bytes=self.state_bytes,
             is_element_wise=self.replica.optimizer_spec.element_wise,
+            rows=self.tables.work() if self.replica.tables else None,
         )
 
     def on_records(self, records: Sequence[Record]) -> None:
@@ -114,8 +119,6 @@ class Observed(Strategy):
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         require_one_of_each(replica, "a plan")
-        if replica.tables:
-            raise UsageError("plans do not know what the rows of a ShardedEmbedding cost; use --engine virtual")
         return _ObservedSynchronizer(self, context, replica)
 
 
@@ -125,8 +128,9 @@ class _ObservedSynchronizer(Synchronizer):
 
     def __init__(self, strategy: Observed, context: Context, replica: Replica) -> None:
         super().__init__(context, replica)
-        self._inner = Single(nonfinite="allow").bind(context, replica)
-        self._seen = strategy.seen
+        self._seen, self._rows = strategy.seen, ServedRows(context, strategy.seen.tables, replica.tables, keeping=None)
+        self._has_tables = bool(replica.tables)
+        self._inner = Single(nonfinite="allow").bind(context, replace(replica, is_first=False))
         self._num_noise_steps = strategy.num_noise_steps
         self._steps = 0
         self._count: ForwardCount | None = None
@@ -147,6 +151,8 @@ class _ObservedSynchronizer(Synchronizer):
         if self._steps == 2:
             self._seen.state_bytes = state_bytes(self.replica.optimizer, self.replica.parameters)
         is_trained = self._steps > (_WARM_UP_STEPS if self._num_noise_steps else 1)
+        self._seen.tables.end_step()
+        self._rows.push(weight=1.0, is_void=is_trained)
         if not is_trained:
             return self._inner.step(update, pause_at=pause_at)
         if self._num_noise_steps:
@@ -154,6 +160,7 @@ class _ObservedSynchronizer(Synchronizer):
             self._seen.noise_sums.add(gradients)
         if self._seen.noise_sums.count >= self._num_noise_steps:
             self._seen.is_complete = True
+        if self._seen.is_complete and self._steps >= (NUM_ROW_STEPS if self._has_tables else 0):
             raise _Enough("the plan has seen enough of the script")
         return StepOutcome(self._steps, staleness=-1)
 

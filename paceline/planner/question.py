@@ -55,6 +55,10 @@ def why_unpriced(traits: Traits, work: StepWork) -> str | None:
         return "leaves to the script what moves"
     if traits.num_replicas:
         return "has copies of what servers hold (replicas), whose traffic is not modelled"
+    if work.rows is not None and not traits.holds_rows:
+        return "has no place for the rows of a ShardedEmbedding"
+    if work.rows is None and traits.serves_rows_alone:
+        return "has servers for rows of a ShardedEmbedding alone, of which the model has none"
     if traits.traffic is None:
         return traits.untold or "does not say what it moves"
     if len(traits.traffic) > 1:

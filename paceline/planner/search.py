@@ -34,6 +34,7 @@ Unranked = Literal["no noise scale", "no rule", "codec"]
 a noise scale, or from nothing that a plan knows; nor does it know how many more a codec costs that leaves out much."""
 PERIODS = (2, 5, 10, 20)
 """Steps of a round that are looked at besides a strategy's own."""
+_WITH_ROWS = tuple(f"all-reduce:servers={servers}" for servers in (1, 2, 4))
 _EXTRA = ("all-reduce:codec=auto:codec.among=bf16+int8",)  # what a codec that costs no accuracy would gain
 _HALF = 0.5
 _CHECK_EVENTS = 200_000  # about as many gradients are simulated for each check
@@ -209,7 +210,7 @@ def plan(
     most = min(max_workers or cluster.num_slots, target_batch or cluster.num_slots)
     judge = _Judge(cluster, work, target_batch, noise, single_steps, staleness_penalty)
     asked = (
-        [*_names(), *_EXTRA]
+        [*_names(), *(_WITH_ROWS if work.rows is not None else _EXTRA)]
         if strategies is None
         else [*dict.fromkeys(Variant.parse(text).text for text in strategies)]
     )
@@ -352,6 +353,7 @@ class _Judge:
             self.work,
             samples=batch,
             forward_flop=self.work.forward_flop * part,
+            rows=None if self.work.rows is None else self.work.rows.of_part(part),
             step_s=None if step_s is None else step_s * part,
         )
 

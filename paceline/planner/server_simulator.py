@@ -26,7 +26,7 @@ class SynchronousRun:
         self._rule: AdmissionRule = BulkSynchronous(Membership.first(size), backup_workers=traffic.backup_workers)
         self._exchange = server_exchange(setting, num_gradients=size - traffic.backup_workers, coding=traffic)
         self._draws, self._every = draws, traffic.every
-        self._besides_s = traffic.every * setting.work.overhead_s + self._exchange.ask_s
+        self._besides_s = traffic.every * setting.work.overhead_s + self._exchange.ask_s + self._exchange.row_s
         self._own_push_s, self._own_pull_s = self._exchange.own_push_s.tolist(), self._exchange.own_pull_s.tolist()
         self._way_s: list[float] = (self._exchange.latency_s / 2).tolist()
         self._starts_s: list[float] = []  # of the pushes since the last clock
@@ -86,15 +86,15 @@ class AsynchronousRun:
         self._besides_s = traffic.every * setting.work.overhead_s + exchange.ask_s
         self._piece = 1 / exchange.num_pieces
         self._part = self._piece if len(setting.places.servers) == 1 else _late(exchange, self._piece)
-        self._own_s = exchange.own_push_s.tolist()
+        self._own_s: list[float] = (exchange.own_push_s + exchange.row_own_s).tolist()
         self._back_s = exchange.own_pull_s.tolist()
         self._latency_s = (exchange.latency_s - exchange.overlap_s).tolist()
         self._served_s = exchange.served_s
-        self._push_s, self._pull_s = exchange.push_s / num_workers, exchange.pull_s / num_workers
+        self._push_s, self._pull_s = (exchange.push_s + exchange.row_s) / num_workers, exchange.pull_s / num_workers
         self._chunk_share = min(1.0, exchange.chunk_share)
         self._both_push_s = exchange.both_push_s / num_workers
         self._both_pull_s = (exchange.both_s - exchange.both_push_s) / num_workers
-        self._least_push_s, self._least_pull_s = float(exchange.own_push_s.min()), float(exchange.own_pull_s.min())
+        self._least_push_s, self._least_pull_s = float(min(self._own_s)), float(exchange.own_pull_s.min())
         self._pushing, self._pulling = _Shared(), _Shared()
         self._server_free_s = 0.0
         self._clocks = [0] * num_workers

@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline.engines.virtual.network.links import CHUNK_BYTES
 from paceline.engines.virtual.server import update_bytes
-from paceline.messages import FRAME_BYTES
+from paceline.messages import FRAME_BYTES, HEAD_BYTES
 from paceline.planner import costs
 from paceline.planner.coded import payload_bytes
 from paceline.planner.fabric import Floats, Loads
@@ -40,7 +40,7 @@ class ServerExchange:
     request_s: float
     """A server handles one worker's requests for so long, besides the update."""
     ask_s: float
-    """A worker makes its requests for so long."""
+    """A worker makes its requests for so long; those for rows, and their way there and back, are among it."""
     latency_s: Floats
     """There and back."""
     num_pieces: float
@@ -55,6 +55,11 @@ class ServerExchange:
     """An early worker sends at most this part of a key range before the others' gradients come."""
     overlap_s: float
     """Servers get a lone worker's last chunks in turns, so that the first one answers before the last has all."""
+    row_own_s: Floats
+    """A worker's rows and their gradients keep the busiest thing that they pass busy for so long; they pass before and
+    after it computes, and nothing else of this worker does."""
+    row_s: float
+    """The same of the busiest link, where all workers ask and send at once."""
     loads: Loads
 
     @property
@@ -115,7 +120,7 @@ class ServerExchange:
     @property
     def hub_s(self) -> float:
         """One worker's push and pull keep the link that workers share most busy for so long."""
-        return max(self.push_s, self.pull_s, self.both_s) / len(self.own_push_s)
+        return (max(self.push_s, self.pull_s, self.both_s) + self.row_s) / len(self.own_push_s)
 
 
 def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | None = None) -> ServerExchange:
@@ -136,6 +141,9 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
     piece_bytes = min(range_bytes, FRAME_BYTES if is_cut else range_bytes)
     last_bytes = (range_bytes % piece_bytes or piece_bytes) % CHUNK_BYTES or CHUNK_BYTES
     touched_bytes = update_bytes(num_gradients, range_bytes, work.state_bytes / num_servers)
+    rows = _row_exchange(setting, coding.row_staleness if coding is not None else 0)
+    if work.rows is not None:
+        touched_bytes += work.rows.updated_bytes_of(num_gradients) / num_servers
     packing = fabric.packing_bytes_per_s
     card = float(min(fabric.rates.down[workers].min(), fabric.rates.down[servers].min(), packing))
     own_packed_s = _remote_bytes(setting, range_bytes) / packing
@@ -152,7 +160,7 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
         both_push_s=fabric.busy_s(push, both),
         update_s=float((touched_bytes / fabric.rates.memory[servers]).max()),
         request_s=math.ceil(range_bytes / piece_bytes) * cluster.servers.request_us * 1e-6 + decode_s,
-        ask_s=cluster.communication.request_us * 1e-6 + encode_s,
+        ask_s=cluster.communication.request_us * 1e-6 + encode_s + rows.latency_s,
         latency_s=2 * fabric.farthest_s(workers, servers),
         num_pieces=range_bytes / piece_bytes,
         turn_s=min(1.0, last_bytes / range_bytes) * pull_s / num_workers,
@@ -162,8 +170,67 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
         chunk_share=CHUNK_BYTES / range_bytes,
         ahead=min(1.0, PIECES_UNDER_WAY * FRAME_BYTES / range_bytes) if is_cut and needs_all else 1.0,
         overlap_s=(num_servers - 1) * min(last_bytes, range_bytes) / card if not is_local else 0.0,
-        loads=push + pull,
+        row_own_s=rows.own_s,
+        row_s=rows.together_s,
+        loads=push + pull + rows.loads,
     )
+
+
+def rows_beside(setting: Setting, *, row_staleness: int, joins: bool) -> tuple[float, Loads]:
+    """What rows take in a step where servers hold nothing else, and a push without gradients says that they are due."""
+    work, num_workers = setting.work, setting.num_workers
+    if work.rows is None or not setting.places.servers:
+        return 0.0, setting.fabric.nothing
+    rows, servers = _row_exchange(setting, row_staleness), np.array(setting.places.servers)
+    touched_bytes = work.rows.updated_bytes_of(num_workers) if joins else num_workers * work.rows.updated_bytes_of(1)
+    update_s = touched_bytes / len(servers) / float(setting.fabric.rates.memory[servers].min())
+    requests_s = num_workers * setting.cluster.servers.request_us * 1e-6
+    return rows.latency_s + rows.together_s + _round_trip_s(setting) + requests_s + update_s, rows.loads
+
+
+def _round_trip_s(setting: Setting) -> float:
+    """Of a request, with what making it takes a worker."""
+    workers, servers = np.array(setting.places.workers), np.array(setting.places.servers)
+    way_s = float(setting.fabric.farthest_s(workers, servers).max())
+    return setting.cluster.communication.request_us * 1e-6 + 2 * way_s
+
+
+class _RowExchange(NamedTuple):
+    """What rows take, one request after the other."""
+
+    latency_s: float
+    """Of all of a step's requests, with what making them takes."""
+    own_s: Floats
+    together_s: float
+    loads: Loads
+
+
+def _row_exchange(setting: Setting, row_staleness: int) -> _RowExchange:
+    """A worker waits for the rows of its batch before it computes, and sends their gradients, which servers have to
+    have, before it pushes those of the model."""
+    fabric, work = setting.fabric, setting.work
+    workers, servers = np.array(setting.places.workers), np.array(setting.places.servers)
+    found = _RowExchange(0.0, np.zeros(len(workers)), 0.0, fabric.nothing)
+    if work.rows is None:
+        return found
+    num_asked, (key_bytes, row_bytes) = work.rows.requests, work.rows.asked_bytes(row_staleness)
+    heads_bytes = HEAD_BYTES * len(servers)
+    packing = fabric.packing_bytes_per_s
+    for to_servers, num_bytes in (
+        (True, key_bytes + num_asked * heads_bytes),
+        (False, row_bytes + num_asked * heads_bytes),
+        (True, work.rows.sent_bytes + heads_bytes),
+    ):
+        near, far = (fabric.rates.up, fabric.rates.down)[:: 1 if to_servers else -1]
+        senders, takers = (workers, servers)[:: 1 if to_servers else -1]
+        range_bytes = num_bytes / len(servers)
+        loads = fabric.everyone_to_everyone(senders, takers, range_bytes, is_packed=True)
+        own_s = np.maximum(_own_s(setting, near, far, range_bytes), _remote_bytes(setting, range_bytes) / packing)
+        together_s = found.together_s + fabric.busiest(loads).busy_s
+        found = _RowExchange(
+            (num_asked + 1) * _round_trip_s(setting), found.own_s + own_s, together_s, found.loads + loads
+        )
+    return found
 
 
 def _coded(setting: Setting, coding: Served | None) -> tuple[float, float, float]:

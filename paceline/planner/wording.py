@@ -20,6 +20,8 @@ _EVEN = (
     "are slower than planned; --engine virtual shows by how much."
 )
 
+_KEPT_STEPS = 3  # for which copies of rows are used, as an example
+
 _WHY_UNRANKED: dict[Unranked, str] = {
     "no noise scale": "Workers' models differ at times; how many more steps that takes follows from the noise scale: "
     "give --noise-scale measure.",
@@ -38,13 +40,27 @@ def answer(plan: Plan) -> list[str]:
         lines.append("A stale gradient's samples count here as a fresh one's: --noise-scale weighs them.")
     if plan.is_counted:
         lines.append(_COUNTED)
-    lines += _room(plan)
+    lines += [*_room(plan), *_rows(plan)]
     if plan.unpriced:
         lines += _left_out(plan)
     lines += [*_drifting(plan), *_unranked(plan)]
     if plan.cluster.communication.unevenness:
         lines.append(_EVEN)
     return [*lines, *_checks(plan.checks)]
+
+
+def _rows(plan: Plan) -> list[str]:
+    rows = plan.work.rows
+    if rows is None:
+        return []
+    asked, seldom, sent = (
+        words.quantity(num_bytes / 1e6)
+        for num_bytes in (sum(rows.asked_bytes(0)), sum(rows.asked_bytes(_KEPT_STEPS)), rows.sent_bytes)
+    )
+    return [
+        f"Rows of tables: a worker's step asks servers for {asked} MB and sends {sent} MB, by the keys of the script's "
+        f"first batches; with row_staleness={_KEPT_STEPS} it would ask for {seldom} MB."
+    ]
 
 
 def _drifting(plan: Plan) -> list[str]:

@@ -105,6 +105,8 @@ class AllReduce(Strategy):
             behind_backward=self.behind_backward,
             codec=self.codec,
             codec_scope=self.codec_scope,
+            row_staleness=self.row_staleness,
+            joins_rows=self.rows != "asp",
         )
         has_servers = self.servers > 0
         return Traits(
@@ -118,8 +120,7 @@ class AllReduce(Strategy):
             num_servers=self.servers,
             holds_rows=has_servers,
             serves_rows_alone=has_servers,
-            traffic=None if has_servers else (moved,),
-            untold="moves rows of tables, whose number nobody knows" if has_servers else "",
+            traffic=(moved,),
         )
 
     def admission_rule(self, members: Membership) -> AdmissionRule | None:

@@ -107,6 +107,7 @@ class ParameterServer(Strategy):
             backup_workers=self.backup_workers,
             codec=self.codec,
             codec_scope=self.codec_scope,
+            row_staleness=self.row_staleness,
         )
         return Traits(
             lock_step=self.consistency == "bsp" and self.backup_workers == 0,

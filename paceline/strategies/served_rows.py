@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from paceline.comm.base import Store, TableStore
+from paceline.comm.base import TableStore
 from paceline.errors import UsageError
 from paceline.nn.sharded_embedding import ShardedEmbedding
 from paceline.row_file import RowFile
 from paceline.server.tables.kept_rows import Keeping
+from paceline.server.tables.spec import TableSpec
 from paceline.strategies.base import Context
 
 ROW_STALENESS_DOC = "steps after which a worker asks a server again for a row that it has (default 0: at each)"
@@ -37,6 +39,11 @@ def keeping_for(row_staleness: int, *, staleness: float | None) -> Keeping | Non
     return Keeping(row_staleness, staleness) if row_staleness and staleness is not None else None
 
 
+class OpensTables(Protocol):
+    def open_tables(self, specs: Sequence[TableSpec], *, keeping: Keeping | None = None) -> TableStore:
+        """See `Store.open_tables`."""
+
+
 @final
 class ServedRows:
     """Has the servers hold the tables' rows, those that they have already among them. Collective call.
@@ -46,7 +53,7 @@ class ServedRows:
     """
 
     def __init__(
-        self, context: Context, store: Store, tables: Sequence[ShardedEmbedding], *, keeping: Keeping | None
+        self, context: Context, store: OpensTables, tables: Sequence[ShardedEmbedding], *, keeping: Keeping | None
     ) -> None:
         self._tables, self._log = tables, context.log if keeping is not None else None
         self._store = store.open_tables([table.spec for table in tables], keeping=keeping) if tables else None
@@ -97,7 +104,9 @@ class _Elsewhere:
             return brought[1]
         wanted = {**together.expected, own: keys}
         together.expected.clear()
-        found = self._store.read(wanted, is_fresh=is_fresh)
+        # The virtual engine counts the script's operations. Those of requests are none, nor those of other workers.
+        with _disable_current_modes():
+            found = self._store.read(wanted, is_fresh=is_fresh)
         together.brought.update({table: (wanted[table], rows) for table, rows in found.items() if table != own})
         return found[own]
 
@@ -110,6 +119,9 @@ class _Elsewhere:
 
     def state(self) -> dict[str, Tensor]:
         return self._store.state(self._number)
+
+    def counts(self) -> dict[str, int]:
+        return self._store.counts(self._number)
 
     def save(self, directory: Path) -> list[RowFile]:
         return self._store.save(self._number, directory)

@@ -32,6 +32,10 @@ class AllReduced:
     """Steps that workers go on while a part is under way."""
     num_besides: float = 0.0
     """As large tensors that are averaged after each exchange, on the mean of all, not coded and not hidden."""
+    row_staleness: int = 0
+    """Where servers hold rows of tables, further steps for which a worker uses one that it has asked for."""
+    joins_rows: bool = True
+    """All workers' gradients of rows then make one update, not one each."""
 
     @property
     def is_in_fragments(self) -> bool:
@@ -52,6 +56,8 @@ class Served:
     codec: Codec | None = None
     """Of what is pushed."""
     codec_scope: Literal["links", "all"] = "links"
+    row_staleness: int = 0
+    """Further steps for which a worker uses a row of a table that it has asked for."""
 
     @property
     def is_bounded(self) -> bool:

@@ -88,7 +88,10 @@ def load_rows(run: WorkerRun, checkpoint: Checkpoint) -> None:
 
 def save_rows(run: WorkerRun) -> None:
     """Write the file of all rows beside the model's, where the names of a table's tensors have its own in front; not of
-    servers that have rows in files, which might be too many."""
+    servers that have rows in files, which might be too many. How many there are is an event."""
+    tables = run.prepared.replica.tables
+    if tables:
+        run.tell("rows", {table.spec.name: table.counts() for table in tables})
     rows = {} if _are_in_files(run) else rows_of(run)
     if rows:
         named = {f"{table}.{name}": tensor for table, state in rows.items() for name, tensor in state.items()}

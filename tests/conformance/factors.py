@@ -49,9 +49,10 @@ class Factors(nn.Module):
         return product + self.bias.mean()
 
 
-def tables(optimizer: str) -> Factors:
+def tables(optimizer: str, **limits: int) -> Factors:
+    """The limits are those of users."""
     torch.manual_seed(5)
-    users = ShardedEmbedding(NUM_USERS, DIM, optimizer=optimizer, name="users", dtype=torch.float64)
+    users = ShardedEmbedding(NUM_USERS, DIM, optimizer=optimizer, name="users", dtype=torch.float64, **limits)
     items = ShardedEmbedding(NUM_ITEMS, DIM, optimizer=optimizer, name="items", std=0.5, dtype=torch.float64)
     return Factors(users, items)
 
@@ -78,8 +79,10 @@ def step(model: Any, updater: Any, batch: Any) -> None:
     updater.step()
 
 
-def train(worker: Worker, out: Path, *, optimizer: str = "adagrad:lr=0.3", fails_at: int | None = None) -> None:
-    model: Any = tables(optimizer)
+def train(
+    worker: Worker, out: Path, *, optimizer: str = "adagrad:lr=0.3", fails_at: int | None = None, **limits: int
+) -> None:
+    model: Any = tables(optimizer, **limits)
     loader: Any = DataLoader(ratings(), batch_size=BATCH, shuffle=True)
     model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
 

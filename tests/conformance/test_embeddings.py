@@ -230,18 +230,37 @@ def read_and_train(worker: Worker, out: Path) -> None:
     ],
 )
 def test_a_run_goes_on_with_another_number_of_servers(run: Any, strategy: str, optimizer: str, tmp_path: Path) -> None:
+    assert_resumes(partial(train, optimizer=optimizer), run, strategy, tmp_path)
+
+
+def test_rows_that_come_late_and_go_are_the_same_on_any_number_of_servers(tmp_path: Path) -> None:
+    """Counts of users without a row, and when rows had gradients, go on with the run."""
+    script = partial(train, optimizer="adagrad:lr=0.3", min_count=4, evict_after=2)
+    assert_resumes(script, virtual_engine.run, "ps-bsp", tmp_path)
+    (told,) = (event.details for event in Result(tmp_path / "whole" / "run").events if event.name == "rows")
+    assert told["users"]["rows"] == len(rows_of(tmp_path / "whole")["users.keys"])
+    assert min(told["users"].values()) > 0
+    assert told["items"] == {"rows": NUM_ITEMS // 2, "evicted": 0, "waiting": 0, "dropped": 0}
+
+
+def assert_resumes(training: partial[None], run: Any, strategy: str, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     settings = {"strategy": strategy, "workers": 2, "checkpoint_every": 7}
     for out, fails_at in ((whole, None), (broken, 16)):
         out.mkdir()
-        script = partial(launched, partial(train, optimizer=optimizer, fails_at=fails_at), out)
+        script = partial(launched, partial(training, fails_at=fails_at), out)
         if fails_at is None:
             run(script, out=out / "run", options={"servers": 1}, **settings)
         else:
             with pytest.raises(RunFailed, match="scripted failure"):
                 run(script, out=out / "failed", options={"servers": 3}, **settings)
-    script = partial(launched, partial(train, optimizer=optimizer), broken)
-    run(script, out=broken / "run", resume=broken / "failed", options={"servers": 2}, **settings)
+    run(
+        partial(launched, training, broken),
+        out=broken / "run",
+        resume=broken / "failed",
+        options={"servers": 2},
+        **settings,
+    )
     assert_same_rows(rows_of(whole), rows_of(broken))
 
 
@@ -284,6 +303,51 @@ def read_many(worker: Worker, out: Path) -> None:
         updater.zero_grad()
         model(keys.repeat(3)).mean().backward()
         updater.step()
+
+
+@pytest.mark.parametrize(("strategy", "dtype"), [("ps-bsp", torch.bfloat16), ("ps-ssp:row_staleness=1", torch.float16)])
+def test_rows_in_half_precision_move_half_and_train_alike(strategy: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    found = []
+    for each in (torch.float32, dtype):
+        script = partial(launched, partial(learn_planted, dtype=each), tmp_path)
+        out = tmp_path / f"{each}-run"
+        result = virtual_engine.run(script, strategy=f"{strategy}:servers=2", workers=2, out=out, eval_every=200)
+        first, last = (result.evaluations[place].metrics["error"] for place in (0, -1))
+        assert last < 0.1 * first
+        found.append((last, sum(record.moved_bytes for record in result.steps)))
+    (whole_error, whole_bytes), (half_error, half_bytes) = found
+    assert half_error == pytest.approx(whole_error, rel=0.1)
+    assert half_bytes < 0.65 * whole_bytes  # the rest are keys and parameters
+
+
+class Shifted(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rows = ShardedEmbedding(40, 64, optimizer="adagrad:lr=0.3", dtype=dtype)
+        self.shift = nn.Parameter(torch.zeros(64))
+
+    def forward(self, keys: Tensor) -> Tensor:
+        shifted: Tensor = self.rows(keys) + self.shift
+        return shifted
+
+
+def learn_planted(worker: Worker, out: Path, *, dtype: torch.dtype) -> None:
+    """The rows of 40 keys become those of another table, noise aside."""
+    torch.manual_seed(5)
+    wanted, model = torch.randn(40, 64), Shifted(dtype)
+    loader: Any = DataLoader(TensorDataset(torch.arange(40).repeat(20)), batch_size=40, shuffle=True)
+    model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+    @worker.evaluation
+    def error(model: Any) -> dict[str, float]:
+        return {"error": float((model(torch.arange(40)) - wanted).square().mean())}
+
+    for _ in range(5):
+        for (keys,) in loader:
+            updater.zero_grad()
+            noise = 0.1 * torch.randn(len(keys), 64)
+            (model(keys) - wanted[keys] - noise).square().sum(dim=1).mean().backward()
+            updater.step()
 
 
 @SLOW

@@ -63,6 +63,10 @@ class Net:
         self.ask(0, self.clients[0].get_state(0))
         return self.clients[0].state()
 
+    def counts(self) -> dict[str, int]:
+        self.ask(0, self.clients[0].show())
+        return self.clients[0].counts(0)
+
     def load(self, state: dict[str, Tensor]) -> None:
         self.ask(0, self.clients[0].set_state(0, state))
 

@@ -157,6 +157,15 @@ def test_copies_are_dropped_once_they_may_not_be_used() -> None:
     assert not kept.find(torch.tensor([165]), clock=19).is_kept.any()
 
 
+@pytest.mark.parametrize("min_count", [1, 2])
+def test_copies_have_own_updates_where_servers_make_them(min_count: int) -> None:
+    """Whether a key has been counted often enough a worker does not know."""
+    kept = KeptRows(TableSpec("users", 100, 1, of_text("sgd:lr=1"), min_count=min_count))
+    kept.keep(KEYS, torch.zeros(len(KEYS), 1), torch.full((len(KEYS),), 9), clock=0)
+    kept.update(RowGradients(KEYS[:3], -torch.ones(3, 1)))
+    assert kept.find(KEYS, clock=1).rows.sum() == (3 if min_count == 1 else 0)
+
+
 def test_a_load_drops_copies() -> None:
     spec = TableSpec("users", 100, 4, of_text("sgd"), std=0.0)
     [worker] = world(1, 1, spec, staleness=math.inf, steps=5)

@@ -197,7 +197,7 @@ def test_rows_are_read_by_the_keys_that_were_checked(monkeypatch: pytest.MonkeyP
         return found
 
     shards = TableShards()
-    shards.receive(Message(Kind.OPEN_TABLES, 1, 0, body={"tables": [spec_of().plain()]}))
+    shards.receive(Message(Kind.OPEN_TABLES, 1, 0, body={"tables": [spec_of().plain()], "num_servers": 1}))
     wanted = Table(spec_of()).read(memory.clone())
     monkeypatch.setattr(TableSpec, "checked", and_then_changed)
     asked = Message(

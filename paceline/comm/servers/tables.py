@@ -133,6 +133,10 @@ class ServedTables(TableStore):
         self._ask(self._client.get_state(table))
         return self._client.state()
 
+    def counts(self, table: int) -> dict[str, int]:
+        self._ask(self._client.show())
+        return self._client.counts(table)
+
     def load(self, table: int, state: Mapping[str, Tensor]) -> None:
         self._kept[table].drop()
         if self._collective.rank == 0:

@@ -6,7 +6,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.comm.servers.carrier import Carrier, Conversation
 from paceline.engines.virtual.computing.cores import Effort
@@ -62,15 +61,13 @@ class VirtualCarrier(Carrier):
     def carry(self, client: Conversation, sends: Iterable[Send]) -> float:
         if self._abort_reason is not None:
             raise Aborted(f"a request to the servers was ended: {self._abort_reason}")
-        # A script may read rows in its forward pass, where a mode counts operations that is not the other workers'.
-        with _disable_current_modes():
-            began_s = self._process.catch_up()
-            self._client, self._all_here = client, Signal()
-            sends = list(sends)
-            core_s = sum(self._effort.of(is_beside=self.beside[index]) for index, _ in sends) if self._effort else 0.0
-            self._process.send_off(self._request_s, core_s=core_s)
-            self._process.post(self._send, sends)
-            self._process.wait(self._all_here, lambda: f"{client.what}, of which server(s) {client.due} owe an answer")
+        began_s = self._process.catch_up()
+        self._client, self._all_here = client, Signal()
+        sends = list(sends)
+        core_s = sum(self._effort.of(is_beside=self.beside[index]) for index, _ in sends) if self._effort else 0.0
+        self._process.send_off(self._request_s, core_s=core_s)
+        self._process.post(self._send, sends)
+        self._process.wait(self._all_here, lambda: f"{client.what}, of which server(s) {client.due} owe an answer")
         return self._process.now_s - began_s
 
     def deliver(self, server: int, message: Message) -> None:

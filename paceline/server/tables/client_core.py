@@ -3,6 +3,7 @@
 Sans-IO, like `ClientCore`, and one conversation at a time.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -47,7 +48,7 @@ class TableClient:
 
     def open(self) -> list[Send]:
         """Have every server make its part of the tables."""
-        body = {"tables": [spec.plain() for spec in self._specs]}
+        body = {"tables": [spec.plain() for spec in self._specs], "num_servers": self._num_servers}
         return self._ask("opening tables", Kind.OPEN_TABLES, [(body, [])] * self._num_servers)
 
     def read(self, wanted: Mapping[int, Tensor]) -> list[Send]:
@@ -64,7 +65,7 @@ class TableClient:
         return ({"tables": list(own), "counts": [len(each) for each in keys]}, keys) if own else None
 
     def show(self) -> list[Send]:
-        """Ask where workers on a server's host see its rows."""
+        """Ask where workers on a server's host see its rows, and how many it has."""
         return self._ask("where rows are", Kind.SHOW_ROWS, [({}, [])] * self._num_servers)
 
     def push(
@@ -84,14 +85,15 @@ class TableClient:
         """What `push` gives each server."""
         rates = {"lrs": list(lrs)} if any(lr is not None for lr in lrs) else {}
         requests: list[Given] = [({"weight": weight, "counts": [], **rates}, []) for _ in range(self._num_servers)]
-        for each in gradients:
+        for spec, each in zip(self._specs, gradients, strict=True):
             if each is None:
                 for body, _ in requests:
                     body["counts"].append(None)
                 continue
+            values = each.values.to(spec.sent)
             for (body, tensors), own in zip(requests, self._places(each.keys), strict=True):
                 body["counts"].append(len(own))
-                tensors += [each.keys.index_select(0, own), each.values.index_select(0, own)]
+                tensors += [each.keys.index_select(0, own), values.index_select(0, own)]
         return requests
 
     def get_state(self, table: int) -> list[Send]:
@@ -168,6 +170,13 @@ class TableClient:
     def shown(self) -> list[Mapping[str, Any]]:
         """By server; empty where it shows none."""
         return [answer.body for _, answer in sorted(self._answers.items()) if answer is not None]
+
+    def counts(self, table: int) -> dict[str, int]:
+        """Of all servers, as `Table.counts` gives them."""
+        total: Counter[str] = Counter()
+        for shown in self.shown():
+            total.update(shown["tables"][table]["counts"])
+        return dict(total)
 
     def saved(self) -> list[RowFile]:
         """Raises NotWritten, which says why, if a server could not."""

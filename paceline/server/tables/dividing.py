@@ -5,24 +5,36 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paceline.server.tables.entries import KEYS
 from paceline.server.tables.hashing import owners
 
-_KEYS = "keys"
+WAITING = "waiting_"
+"""Before the names of what is known of keys that have no rows."""
 
 
 def divided(state: Mapping[str, Tensor], num_servers: int) -> list[dict[str, Tensor]]:
     """Of what `Table.state` gives, each server's part."""
-    owner = owners(state[_KEYS], num_servers)
-    return [
-        {name: value[owner == server] if value.dim() else value for name, value in state.items()}
-        for server in range(num_servers)
-    ]
+    return [part_of(state, server=server, num_servers=num_servers) for server in range(num_servers)]
+
+
+def part_of(state: Mapping[str, Tensor], *, server: int, num_servers: int) -> dict[str, Tensor]:
+    is_own = {name: owners(state[name], num_servers) == server for name in _all_keys(state)}
+    return {name: value[is_own[_keys_of(name)]] if value.dim() else value for name, value in state.items()}
 
 
 def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The inverse of `divided`."""
-    order = torch.cat([part[_KEYS] for part in parts]).argsort()
+    order = {name: torch.cat([part[name] for part in parts]).argsort() for name in _all_keys(parts[0])}
     return {
-        name: torch.cat([part[name] for part in parts])[order] if value.dim() else value
+        name: torch.cat([part[name] for part in parts])[order[_keys_of(name)]] if value.dim() else value
         for name, value in parts[0].items()
     }
+
+
+def _all_keys(state: Mapping[str, Tensor]) -> set[str]:
+    return {_keys_of(name) for name in state}
+
+
+def _keys_of(name: str) -> str:
+    """Whose entries these are."""
+    return WAITING + KEYS if name.startswith(WAITING) else KEYS

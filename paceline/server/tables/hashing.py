@@ -49,13 +49,17 @@ def each_owns(hashed: Tensor, num_servers: int) -> list[Tensor]:
     return [torch.from_numpy((owner == server).nonzero()[0]) for server in range(num_servers)]
 
 
+def words(keys: Tensor, *, seed: int, num: int) -> Tensor:
+    """`num` random numbers of 64 bits for each key, shape (keys, num)."""
+    return mixed(mixed(mixed(keys) + seed).unsqueeze(1) + torch.arange(num) * _signed(_GOLDEN))
+
+
 def normal(keys: Tensor, *, seed: int, num: int) -> Tensor:
     """`num` draws from the standard normal distribution for each key, float64 of shape (keys, num), by Box and Muller.
 
     They depend on the seed and the key alone.
     """
-    streams = mixed(mixed(keys) + seed).unsqueeze(1) + torch.arange(num) * _signed(_GOLDEN)
-    first = mixed(streams)
+    first = words(keys, seed=seed, num=num)
     radius = (-2 * _uniform(first).log()).sqrt()
     return radius * (2 * torch.pi * _uniform(mixed(first))).cos()
 

@@ -81,13 +81,13 @@ class KeptRows:
     @torch.no_grad()
     def update(self, gradients: RowGradients, *, lr: float | None = None) -> None:
         """The worker has pushed these. Its copies have them at once where the row and its gradient say all that the
-        server's optimizer goes by; else once they are read anew."""
-        if self._spec.optimizer.state or not len(self):
+        server goes by; else once they are read anew."""
+        if self._spec.optimizer.state or self._spec.min_count > 1 or not len(self):
             return
         places, is_here = self._places(gradients.keys)
-        own = self._rows[places[is_here]]
+        own = self._rows[places[is_here]].to(self._spec.computed)
         with_lr(self._spec.optimizer, lr).step(own, gradients.values[is_here], {}, number=1)
-        self._rows[places[is_here]] = own
+        self._rows[places[is_here]] = own.to(self._spec.dtype)
 
     def _places(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Where each key is, and whether it is there at all."""

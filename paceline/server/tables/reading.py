@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.arrays import as_words
 from paceline.server.tables.hashing import normal
 from paceline.server.tables.spec import TableSpec
 
@@ -17,7 +18,7 @@ def rows_of(spec: TableSpec, rows: Tensor, keys: Tensor, slots: Tensor, *, seed:
         begin: of each key, where among the rows those of slot 0 on are.
     """
     # Slots that are read while they change may be any number; then the rows do not count.
-    found = torch.from_numpy(rows.numpy().take(slots.numpy() + begin, axis=0, mode="clip"))
+    found = torch.from_numpy(as_words(rows).take(slots.numpy() + begin, axis=0, mode="clip")).view(spec.dtype)
     if len(slots) and slots.numpy().min() < 0:
         is_new = slots < 0
         found[is_new] = first_values(spec, keys[is_new], seed=seed)

@@ -16,9 +16,7 @@ from torch import Tensor
 from paceline import durable
 from paceline.errors import UsageError
 from paceline.row_file import DIRECTORY, RowFile
-from paceline.server.tables.hashing import owners
-
-_KEYS = "keys"
+from paceline.server.tables.dividing import part_of
 
 
 class DamagedRows(UsageError):
@@ -60,8 +58,7 @@ def read(directory: Path, files: Iterable[RowFile], *, server: int, num_servers:
             continue
         try:
             state = torch.load(io.BytesIO(_content(directory, file)), weights_only=True)
-            is_own = owners(state[_KEYS], num_servers) == server
-            own = {name: value[is_own] if value.dim() else value for name, value in state.items()}
+            own = part_of(state, server=server, num_servers=num_servers)
         except (PickleError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, EOFError) as error:
             raise DamagedRows(f"{directory / file.name} has no rows: {error}") from None
         yield own

@@ -97,7 +97,7 @@ class TableShards:
         touched = 0
         for index, table in enumerate(self._tables):
             if any(each.gradients[index] is not None for each in contributions):
-                nothing = RowGradients(torch.empty(0, dtype=torch.int64), table.spec.empty_rows())
+                nothing = RowGradients(torch.empty(0, dtype=torch.int64), table.spec.empty_rows(0, table.spec.computed))
                 some = [each.gradients[index] or nothing for each in contributions]
                 optimizers = {each.optimizers[index] for each in contributions if each.gradients[index] is not None}
                 if len(optimizers) > 1:
@@ -113,11 +113,14 @@ class TableShards:
 
     def _open(self, message: Message) -> Fields:
         self._storage = self._new_memory() if self.files is None else InFiles(self.files)
-        self._tables = [Table(TableSpec.of_plain(plain), self._storage) for plain in message.body["tables"]]
+        specs, num = [TableSpec.of_plain(plain) for plain in message.body["tables"]], message.body["num_servers"]
+        if type(num) is not int or num < 1:
+            raise ValueError(f"{num!r} servers")
+        self._tables = [Table(spec, self._storage, num_servers=num) for spec in specs]
         return {}
 
     def _show(self, message: Message) -> Fields:
-        """Where workers on this host see the rows."""
+        """Where workers on this host see the rows, and how many there are."""
         if not self._tables:
             raise ValueError("there are no tables")
         return {"body": {**self._storage.plain_view(), "tables": [table.plain_view() for table in self._tables]}}
@@ -141,17 +144,20 @@ class TableShards:
             raise ValueError(f"rows of {len(counts)} tables with weight {weight!r}; there are {len(self._tables)}")
         rates = message.body.get("lrs", [None] * len(counts))
         optimizers = [with_lr(table.spec.optimizer, lr) for table, lr in zip(self._tables, rates, strict=True)]
-        gradients = [
+        came = [
             None
             if count is None
-            else RowGradients(torch.empty(_count(count, message), dtype=torch.int64), table.spec.empty_rows(count))
+            else (torch.empty(_count(count, message), dtype=torch.int64), table.spec.empty_rows(count, table.spec.sent))
             for count, table in zip(counts, self._tables, strict=True)
         ]
-        tensors = [tensor for each in gradients if each is not None for tensor in each]
+        tensors = [tensor for each in came if each is not None for tensor in each]
         from_frames(cut_for(message.payload, tensors), tensors)
-        for table, given in zip(self._tables, gradients, strict=True):
-            if given is not None:
-                table.require(given)
+        gradients: list[RowGradients | None] = []
+        for table, given in zip(self._tables, came, strict=True):
+            found = None if given is None else RowGradients(given[0], given[1].to(table.spec.computed))
+            if found is not None:
+                table.require(found)
+            gradients.append(found)
         self._waiting[message.sender] = _Waiting(weight, gradients, optimizers)
         return {}
 

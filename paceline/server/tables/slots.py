@@ -14,22 +14,26 @@ _BUCKET_BITS = 3
 BUCKET_KEYS = 1 << _BUCKET_BITS  # a cache line of them
 _LEAST_BUCKETS = 64
 _FULLEST = 0.4  # of all places; then 1 bucket in 60 is full (Poisson), and a key may lie in the one after it
-_FREE = 0  # keys lie with all bits inverted, since new memory is 0
+_FREE, _GONE = 0, 1  # keys lie with all bits inverted, below 0, since new memory is 0
 _NONE = -1
 _PIECE_BUCKETS = 1 << 11
 
 
 @final
 class Slots:
-    """Keys have slots from 0 on, in the order in which they came.
+    """Keys have slots from 0 on, in the order in which they came, but for those that got slots of keys that went.
 
     Open addressing with linear probing (Knuth, "The Art of Computer Programming", volume 3, section 6.4), by buckets:
-    a key lies in the first bucket with a free place from the one that its hash says.
+    a key lies in the first bucket with a free place from the one that its hash says. The place of one that is removed
+    is free again once the index is made anew.
+
+    Args:
+        is_seen: by other processes of this host, if they see any.
     """
 
-    def __init__(self, storage: Storage | None = None) -> None:
-        self._num = 0
-        self._storage = storage or InMemory()
+    def __init__(self, storage: Storage | None = None, *, is_seen: bool = True) -> None:
+        self._num = self._num_gone = 0
+        self._storage, self._is_seen = storage or InMemory(), is_seen
         self._make_places(_LEAST_BUCKETS)
 
     def __len__(self) -> int:
@@ -52,9 +56,11 @@ class Slots:
         """Give these keys slots, the next ones in their order. They are all different, and have none yet."""
         slots = torch.arange(self._num, self._num + len(keys))
         num = self._num + len(keys)
-        if num > _FULLEST * self._num_buckets * BUCKET_KEYS:
+        if num + self._num_gone > _FULLEST * self._num_buckets * BUCKET_KEYS:
             before = self._keys, self._slots
-            self._make_places(1 << math.ceil(math.log2(num / (_FULLEST * BUCKET_KEYS))))
+            spare = min(self._num_gone, num // 4)  # so that it is not made anew soon again
+            self._make_places(1 << math.ceil(math.log2((num + spare) / (_FULLEST * BUCKET_KEYS))))
+            self._num_gone = 0
             for known, theirs in _taken(*before):
                 self._place(known, theirs)
                 self._storage.trim()
@@ -62,9 +68,21 @@ class Slots:
         self._num = num
         return slots
 
+    def remove(self, keys: Tensor, *, moved: Tensor, to: Tensor) -> None:
+        """These keys go, and others are moved to these slots, so that the slots in use begin with 0 and have no gap."""
+        self._keys.values.view(-1)[self._places(keys)] = _GONE
+        self._slots.values.view(-1)[self._places(moved)] = to
+        self._num -= len(keys)
+        self._num_gone += len(keys)
+
+    def _places(self, keys: Tensor) -> Tensor:
+        return find(keys, mixed(keys), self.columns[0], None)
+
     def _make_places(self, num_buckets: int) -> None:
         """Raises UsageError if there is no room, and then all stays as it was."""
-        keys, slots = (self._storage.column(num_buckets, BUCKET_KEYS, torch.int64, is_seen=True) for _ in range(2))
+        keys, slots = (
+            self._storage.column(num_buckets, BUCKET_KEYS, torch.int64, is_seen=self._is_seen) for _ in range(2)
+        )
         self._num_buckets, self._keys, self._slots = num_buckets, keys, slots
 
     def _place(self, keys: Tensor, slots: Tensor) -> None:
@@ -88,9 +106,9 @@ class Slots:
 
 
 def find(
-    keys: Tensor, hashed: Tensor, of_buckets: Tensor, slots_of_buckets: Tensor, begin: Any = 0, mask: Any = None
+    keys: Tensor, hashed: Tensor, of_buckets: Tensor, slots_of_buckets: Tensor | None, begin: Any = 0, mask: Any = None
 ) -> Tensor:
-    """As `Slots.find`, in its columns, or in several side by side.
+    """As `Slots.find`, in its columns, or in several side by side; without slots, the place of each key.
 
     NumPy's methods take a third of the time of torch's operations here, whose indices are few.
 
@@ -98,7 +116,8 @@ def find(
         hashed: the keys, mixed.
         begin, mask: of each key, the first bucket of the columns that it is in, and their number less 1.
     """
-    inside_of, slots_of = of_buckets.numpy(), slots_of_buckets.numpy().reshape(-1)
+    inside_of = of_buckets.numpy()
+    slots_of = None if slots_of_buckets is None else slots_of_buckets.numpy().reshape(-1)
     slots = torch.full_like(keys, _NONE)
     found, wanted = slots.numpy(), ~keys.numpy()
     mask = len(of_buckets) - 1 if mask is None else mask
@@ -107,8 +126,8 @@ def find(
         inside = inside_of.take(buckets, axis=0)
         (hits,) = (inside == wanted[:, None]).reshape(-1).nonzero()
         rows = hits >> _BUCKET_BITS
-        theirs = slots_of.take((buckets.take(rows) << _BUCKET_BITS) + (hits & (BUCKET_KEYS - 1)))
-        found[rows if left is None else left[rows]] = theirs
+        places = (buckets.take(rows) << _BUCKET_BITS) + (hits & (BUCKET_KEYS - 1))
+        found[rows if left is None else left[rows]] = places if slots_of is None else slots_of.take(places)
         goes_on = inside[:, -1] != _FREE  # the bucket is full
         goes_on[rows] = False
         (on,) = goes_on.nonzero()
@@ -121,5 +140,5 @@ def find(
 def _taken(keys: Column, slots: Column) -> Iterator[tuple[Tensor, Tensor]]:
     """All keys with their slots, some at a time."""
     for some, theirs in zip(keys.values.split(_PIECE_BUCKETS), slots.values.split(_PIECE_BUCKETS), strict=True):
-        is_taken = some != _FREE
+        is_taken = some < _FREE
         yield ~some[is_taken], theirs[is_taken]

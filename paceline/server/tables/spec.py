@@ -12,11 +12,12 @@ from paceline.errors import UsageError
 from paceline.server.tables.row_optimizers import RowOptimizer, of_text
 
 _MOST_ROWS = 2**63
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, **_HALF}
 
 
 class RowGradients(NamedTuple):
-    """Gradients of some rows of a table."""
+    """Gradients of some rows of a table, in the precision that it computes in."""
 
     keys: Tensor
     """int64 of shape (rows,), none twice."""
@@ -41,15 +42,25 @@ class TableSpec:
     """Of the distribution; its mean is 0."""
     seed: int = 0
     dtype: torch.dtype = torch.float32
+    min_count: int = 1
+    """A key's row is made by the update that is the so manieth with a gradient of it; those before are dropped."""
+    evict_after: int | None = None
+    """A row goes that has had no gradient for so many updates; none: it stays."""
+    max_rows: int | None = None
+    """Where there are more, those that have had none for longest go; none: there may be any number."""
 
     def __post_init__(self) -> None:
-        for what, value, most in (("num_rows", self.num_rows, _MOST_ROWS), ("dim", self.dim, 2**20)):
-            if type(value) is not int or not 1 <= value <= most:
+        numbers = {name: getattr(self, name) for name in ("num_rows", "min_count", "evict_after", "max_rows", "dim")}
+        for what, value in numbers.items():
+            most = 2**20 if what == "dim" else _MOST_ROWS
+            is_left_out = value is None and what in ("evict_after", "max_rows")
+            if not is_left_out and (type(value) is not int or not 1 <= value <= most):
                 raise UsageError(f"table {self.name!r}: {what} must be a whole number from 1 to {most}, not {value!r}")
         if not 0 <= self.std < float("inf"):
             raise UsageError(f"table {self.name!r}: std must be a number of at least 0, not {self.std!r}")
         if self.dtype not in _DTYPES.values():
-            raise UsageError(f"table {self.name!r}: rows are float32 or float64, not {self.dtype}")
+            kinds = "float32, float64, bfloat16 or float16"
+            raise UsageError(f"table {self.name!r}: rows are {kinds}, not {self.dtype}")
 
     def plain(self) -> dict[str, Any]:
         """As plain data, for `of_plain`."""
@@ -65,9 +76,29 @@ class TableSpec:
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"no description of a table: {error}") from None
 
-    def empty_rows(self, num: int = 0) -> Tensor:
-        """Memory for so many rows, shape (num, dim)."""
-        return torch.empty(num, self.dim, dtype=self.dtype)
+    @property
+    def evicts(self) -> bool:
+        """Whether rows go again."""
+        return self.evict_after is not None or self.max_rows is not None
+
+    @property
+    def is_half(self) -> bool:
+        """Whether rows lie and move in 16 bits an element."""
+        return self.dtype in _HALF.values()
+
+    @property
+    def computed(self) -> torch.dtype:
+        """Of what the script gets and gives, the optimizer's state, and updates."""
+        return torch.float32 if self.is_half else self.dtype
+
+    @property
+    def sent(self) -> torch.dtype:
+        """Of gradients on their way, which may be beyond float16's range."""
+        return torch.bfloat16 if self.is_half else self.dtype
+
+    def empty_rows(self, num: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for so many rows, shape (num, dim), of the table's own type if not another one is named."""
+        return torch.empty(num, self.dim, dtype=dtype or self.dtype)
 
     def checked(self, keys: Tensor) -> Tensor:
         """The keys as int64. Raises UsageError, which names the table and a key that it has no row for."""

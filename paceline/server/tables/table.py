@@ -10,33 +10,47 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.row_file import RowFile
 from paceline.server.tables import row_files
+from paceline.server.tables.dividing import WAITING
+from paceline.server.tables.entries import KEY_BYTES, KEYS, Entries, Width
 from paceline.server.tables.reading import first_values, rows_of
+from paceline.server.tables.rounding import rounded
 from paceline.server.tables.row_optimizers import RowOptimizer
-from paceline.server.tables.slots import Slots
 from paceline.server.tables.spec import RowGradients, TableSpec, are_different
-from paceline.server.tables.storage import Column, InMemory, Storage
+from paceline.server.tables.storage import InMemory, Storage
 
-_LEAST_ROWS = 64
 _SAVED_BYTES = 1 << 24
-_ROWS, _KEYS, _UPDATES, _SEED = "rows", "keys", "updates", "seed"
+_LOOKS = (
+    8  # at all rows, to evict some, in as many updates as a row stays without one; and the part that goes at a time
+)
+_ROWS, _LAST, _COUNT, _UPDATES, _SEED = "rows", "last", "count", "updates", "seed"
 
 
 @final
 class Table:
-    """Rows lie in slots, in the order of their first update. No two keys share one."""
+    """No two keys share a row.
 
-    def __init__(self, spec: TableSpec, storage: Storage | None = None) -> None:
+    Args:
+        num_servers: that share the table, and the most rows that it may have.
+    """
+
+    def __init__(self, spec: TableSpec, storage: Storage | None = None, *, num_servers: int = 1) -> None:
         self.spec = spec
         self.num_updates = 0
-        self._seed = spec.seed
+        self.num_evicted = 0
+        self.num_dropped = 0
+        """Gradients, of keys that had no row yet."""
+        self._seed, self._num_servers = spec.seed, num_servers
         self._storage = storage or InMemory()
         self._piece = max(1, self._storage.piece_bytes // (spec.dim * spec.dtype.itemsize))
-        self._slots = Slots(self._storage)
-        self._keys, self._columns = self._empty(_LEAST_ROWS)
+        self._groups = self._empty()
 
     def __len__(self) -> int:
         """How many rows take memory."""
-        return len(self._slots)
+        return len(self._rows)
+
+    @property
+    def _rows(self) -> Entries:
+        return self._groups[""]
 
     def read(self, keys: Tensor) -> Tensor:
         """A copy of these keys' rows, shape (keys, dim). A row that was never updated has its first values, and is not
@@ -44,13 +58,24 @@ class Table:
         keys = self.spec.checked(keys)
         if len(keys) > self._piece:
             return torch.cat([self.read(some) for some in keys.split(self._piece)])
-        rows = rows_of(self.spec, self._columns[_ROWS].values, keys, self._slots.find(keys), seed=self._seed)
+        rows = rows_of(self.spec, self._rows.memory(_ROWS), keys, self._rows.find(keys), seed=self._seed)
         self._storage.trim()
         return rows
 
+    @property
+    def update_bytes(self) -> int:
+        """An update reads and writes so many bytes for each row."""
+        return self.spec.dim * self.spec.computed.itemsize + 2 * (self._rows.entry_bytes - KEY_BYTES)
+
     def plain_view(self) -> dict[str, Any]:
-        """Where other processes of this host find what is read, as plain data."""
-        return {"seed": self._seed, "columns": [*self._slots.addresses, self._columns[_ROWS].address]}
+        """Where other processes of this host find what is read, as plain data, and `counts`."""
+        return {"seed": self._seed, "columns": self._rows.addresses, "counts": self.counts()}
+
+    def counts(self) -> dict[str, int]:
+        """How many rows there are and keys that wait for one; rows that went and gradients that counted for nothing,
+        since this process has the table."""
+        num_waiting = sum(map(len, self._groups.values())) - len(self)
+        return {"rows": len(self), "evicted": self.num_evicted, "waiting": num_waiting, "dropped": self.num_dropped}
 
     @torch.no_grad()
     def update(self, gradients: RowGradients, optimizer: RowOptimizer | None = None) -> int:
@@ -62,27 +87,73 @@ class Table:
         optimizer = optimizer or self.spec.optimizer
         self.num_updates += 1
         pieces = zip(gradients.keys.split(self._piece), gradients.values.split(self._piece), strict=True)
-        return sum(self._update(keys, values, optimizer) for keys, values in pieces)
+        touched = sum(self._update(keys, values, optimizer) for keys, values in pieces)
+        if self.spec.evicts:
+            before = len(self)
+            for entries in self._groups.values():
+                self._evict(entries)
+            self.num_evicted += before - len(self)
+        return touched
 
     def _update(self, keys: Tensor, gradients: Tensor, optimizer: RowOptimizer) -> int:
-        slots = self._made(keys)
-        part = {name: column.values.index_select(0, slots) for name, column in self._columns.items()}
-        rows = part.pop(_ROWS)
-        optimizer.step(rows, gradients, part, number=self.num_updates)
-        with self._storage.changing():
-            for name, changed in {_ROWS: rows, **part}.items():
-                self._columns[name].values.numpy()[slots.numpy()] = changed.numpy()  # half of what index_copy_ takes
+        slots = self._rows.find(keys)
+        if self.spec.min_count > 1:
+            counts = self._counts_enough(keys, slots < 0)
+            keys, gradients, slots = keys[counts], gradients[counts], slots[counts]
+        is_new = slots < 0
+        if is_new.any():
+            slots[is_new] = self._rows.add(keys[is_new], self._first(keys[is_new]))
+        entries = self._rows.at(slots)
+        rows = entries[_ROWS].to(self.spec.computed)
+        optimizer.step(rows, gradients, entries, number=self.num_updates)
+        if self.spec.is_half:
+            entries[_ROWS] = rounded(rows, self.spec.dtype, keys, seed=self._seed, number=self.num_updates)
+        if self.spec.evicts:
+            entries[_LAST].fill_(self.num_updates)
+        self._rows.put(slots, entries)
         self._storage.trim()
-        return gradients.nbytes + 2 * (rows.nbytes + sum(state.nbytes for state in part.values()))
+        return len(keys) * self.update_bytes
+
+    def _counts_enough(self, keys: Tensor, has_none: Tensor) -> Tensor:
+        """Of each key whether it has a row, or is to have one, since as many updates had it. The others are counted."""
+        new, waiting = keys[has_none], self._groups[WAITING]
+        slots = waiting.find(new)
+        is_first = slots < 0
+        slots[is_first] = waiting.add(new[is_first], {_COUNT: 0})
+        entries = waiting.at(slots)
+        is_due = entries[_COUNT].add_(1)[:, 0] >= self.spec.min_count
+        if self.spec.evicts:
+            entries[_LAST].fill_(self.num_updates)
+        waiting.put(slots, entries)
+        waiting.drop(slots[is_due])
+        self.num_dropped += int((~is_due).sum())
+        counts = ~has_none
+        counts[has_none] = is_due
+        return counts
+
+    def _first(self, keys: Tensor) -> dict[str, Tensor | float]:
+        states = self.spec.optimizer.state.items()
+        return {_ROWS: first_values(self.spec, keys, seed=self._seed), **{name: value for name, (_, value) in states}}
+
+    def _evict(self, entries: Entries) -> None:
+        """Forget what was not updated for long, and what was longest not if there is too much."""
+        after, most = self.spec.evict_after, self.spec.max_rows
+        if after and self.num_updates % max(1, after // _LOOKS) == 0:
+            entries.drop((entries.column(_LAST)[:, 0] <= self.num_updates - after).nonzero()[:, 0])
+        if most and len(entries) > (most := -(-most // self._num_servers)):
+            by_key = entries.keys.argsort()  # so that a tie is broken alike wherever rows lie
+            oldest = by_key[entries.column(_LAST)[by_key, 0].argsort(stable=True)]
+            entries.drop(oldest[: len(entries) - (most - most // _LOOKS)])
 
     def require(self, gradients: RowGradients) -> None:
         """Raises UsageError if `update` cannot take these: a key is none of the table's or comes twice, or a gradient
         is not finite."""
         spec, (keys, values) = self.spec, gradients
         spec.checked(keys)
-        if values.shape != (len(keys), spec.dim) or values.dtype != spec.dtype:
+        shape = len(keys), spec.dim
+        if values.shape != shape or values.dtype != spec.computed:
             raise UsageError(
-                f"table {spec.name!r}: gradients of {len(keys)} rows are {spec.dtype} of shape {len(keys), spec.dim}, "
+                f"table {spec.name!r}: gradients of {len(keys)} rows are {spec.computed} of shape {shape}, "
                 f"not {values.dtype} of shape {tuple(values.shape)}"
             )
         if not are_different(keys):
@@ -93,14 +164,7 @@ class Table:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that `load` takes, in the order of the keys, as copies."""
-        keys, order = self._keys.values[: len(self), 0].sort()
-        columns = {name: column.values[: len(keys)][order] for name, column in self._columns.items()}
-        return {
-            _KEYS: keys,
-            **columns,
-            _UPDATES: torch.tensor(self.num_updates),
-            _SEED: torch.tensor(self._seed),
-        }
+        return self._with_numbers({prefix: entries.in_order() for prefix, entries in self._groups.items()})
 
     def save(self, directory: Path, *, number: int = 0, server: int = 0, num_servers: int = 1) -> list[RowFile]:
         """Write all rows to files there. Raises OSError. See `row_files.write`."""
@@ -112,17 +176,16 @@ class Table:
 
     def _pieces(self) -> Iterator[dict[str, Tensor]]:
         """The state, some rows at a time, at least once. Tensors are no copies."""
-        columns = {name: column.values for name, column in self._columns.items()}
-        step = max(1, _SAVED_BYTES // sum(values.shape[1] * values.itemsize for values in columns.values()))
-        for start in range(0, max(1, len(self)), step):
-            stop = min(start + step, len(self))
-            yield {
-                _KEYS: self._keys.values[start:stop, 0],
-                **{name: values[start:stop] for name, values in columns.items()},
-                _UPDATES: torch.tensor(self.num_updates),
-                _SEED: torch.tensor(self._seed),
-            }
+        step = max(1, _SAVED_BYTES // self._rows.entry_bytes)
+        for start in range(0, max(1, *map(len, self._groups.values())), step):
+            yield self._with_numbers(
+                {prefix: entries.some(start, start + step) for prefix, entries in self._groups.items()}
+            )
             self._storage.trim()
+
+    def _with_numbers(self, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        state = {prefix + name: tensor for prefix, group in groups.items() for name, tensor in group.items()}
+        return {**state, _UPDATES: torch.tensor(self.num_updates), _SEED: torch.tensor(self._seed)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from there, with the rows of the state and no others. Raises UsageError, which names the table, if the
@@ -133,54 +196,44 @@ class Table:
         other = Table(self.spec, self._storage)
         for piece in pieces:
             other._take(piece)
-        self._keys, self._columns, self._slots = other._keys, other._columns, other._slots
-        self.num_updates, self._seed = other.num_updates, other._seed
+        self._groups, self.num_updates, self._seed = other._groups, other.num_updates, other._seed
 
     def _take(self, state: Mapping[str, Tensor]) -> None:
         """Have the rows of the state besides those that are here."""
-        spec = self.spec
+        spec, groups = self.spec, self._groups
+        known = {prefix + name for prefix, entries in groups.items() for name in (KEYS, *entries.widths)}
         try:
-            keys, updates, seed = spec.checked(state[_KEYS]), int(state[_UPDATES]), int(state[_SEED])
-            for name, column in self._columns.items():
-                if state[name].shape != (len(keys), column.values.shape[1]) or state[name].dtype != spec.dtype:
-                    raise UsageError(f"its {name!r} are {state[name].dtype} of shape {tuple(state[name].shape)}")
-            if len(keys.unique()) < len(keys) or bool((self._slots.find(keys) >= 0).any()):
-                raise UsageError("a key comes twice")
-            if unknown := state.keys() - self._columns.keys() - {_KEYS, _UPDATES, _SEED}:
-                raise UsageError(f"it has {min(unknown)!r}, and the optimizer {spec.optimizer} none")
+            updates, seed = int(state[_UPDATES]), int(state[_SEED])
+            for prefix, entries in groups.items():
+                keys = spec.checked(state[prefix + KEYS])
+                for name, (width, dtype) in entries.widths.items():
+                    values = state[prefix + name]
+                    if values.shape != (len(keys), width) or values.dtype != dtype:
+                        raise UsageError(f"its {prefix + name!r} are {values.dtype} of shape {tuple(values.shape)}")
+                if len(keys.unique()) < len(keys) or bool((entries.find(keys) >= 0).any()):
+                    raise UsageError("a key comes twice")
+            if unknown := state.keys() - known - {_UPDATES, _SEED}:
+                raise UsageError(f"it has {min(unknown)!r}, and a table of this one's settings none")
         except KeyError as error:
             raise UsageError(f"a state that is loaded into table {spec.name!r} has no {error}") from None
         except (UsageError, TypeError, RuntimeError) as error:
             raise UsageError(f"a state does not fit table {spec.name!r}: {error}") from None
-        for column, values in ((self._keys, keys[:, None]), *((self._columns[n], state[n]) for n in self._columns)):
-            column.reserve(len(self) + len(keys))
-            column.values[len(self) : len(self) + len(keys)] = values
-        for some in keys.split(self._piece):
-            self._slots.add(some)
-            self._storage.trim()
+        for prefix, entries in groups.items():
+            whole = {name: state[prefix + name] for name in (KEYS, *entries.widths)}
+            for start in range(0, len(whole[KEYS]), self._piece):
+                some = {name: values[start : start + self._piece] for name, values in whole.items()}
+                entries.add(some.pop(KEYS).long(), some)
+                self._storage.trim()
         self.num_updates, self._seed = updates, seed
 
-    def _made(self, keys: Tensor) -> Tensor:
-        """The slots of these keys, which all have one from here on."""
-        slots = self._slots.find(keys)
-        is_new = slots < 0
-        if is_new.any():
-            new = keys[is_new]
-            values = first_values(self.spec, new, seed=self._seed)
-            with self._storage.changing():
-                for column in (self._keys, *self._columns.values()):
-                    column.reserve(len(self) + len(new))
-                slots[is_new] = made = self._slots.add(new)
-                self._keys.values[made, 0] = new
-                self._columns[_ROWS].values.index_copy_(0, made, values)
-                for name, (_, value) in self.spec.optimizer.state.items():
-                    self._columns[name].values.index_fill_(0, made, value)
-        return slots
-
-    def _empty(self, num_rows: int) -> tuple[Column, dict[str, Column]]:
-        """For their keys, and by name for rows and what the optimizer keeps of them."""
-        spec, new = self.spec, self._storage.column
-        columns = {_ROWS: new(num_rows, spec.dim, spec.dtype, is_seen=True)}
+    def _empty(self) -> dict[str, Entries]:
+        """By the beginning of names in a state: rows, with what is kept of them, and keys that wait for one."""
+        spec, storage = self.spec, self._storage
+        last = {_LAST: Width(1, torch.int64)} if spec.evicts else {}
+        columns = {_ROWS: Width(spec.dim, spec.dtype)}
         for name, (width, _) in spec.optimizer.state.items():
-            columns[name] = new(num_rows, spec.dim if width == "element" else 1, spec.dtype)
-        return new(num_rows, 1, torch.int64), columns
+            columns[name] = Width(spec.dim if width == "element" else 1, spec.computed)
+        groups = {"": Entries(storage, {**columns, **last}, seen=_ROWS)}
+        if spec.min_count > 1:
+            groups[WAITING] = Entries(storage, {_COUNT: Width(1, torch.int64), **last})
+        return groups

@@ -1,0 +1,116 @@
+"""Columns in which each key has an entry: a table's rows and what is kept of them, or what is known of keys without."""
+
+from collections.abc import Mapping
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from paceline.arrays import as_words
+from paceline.server.tables.slots import Slots
+from paceline.server.tables.storage import Address, Storage
+
+KEYS = "keys"
+KEY_BYTES = 8
+_LEAST = 64
+
+
+class Width(NamedTuple):
+    """What one column holds of a key."""
+
+    num: int
+    dtype: torch.dtype
+
+
+@final
+class Entries:
+    """Keys have slots from 0 on, in the order in which they came. Where some go, the last ones get their slots.
+
+    Args:
+        seen: a column that other processes of this host see, with the index, if they see any; none: they see nothing.
+    """
+
+    def __init__(self, storage: Storage, widths: Mapping[str, Width], *, seen: str | None = None) -> None:
+        self._storage, self.widths = storage, widths
+        self._slots = Slots(storage, is_seen=seen is not None)
+        self._keys = storage.column(_LEAST, 1, torch.int64)
+        self._columns = {
+            name: storage.column(_LEAST, num, dtype, is_seen=name == seen) for name, (num, dtype) in widths.items()
+        }
+        self._seen = seen
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Of one key, without the index."""
+        return KEY_BYTES + sum(num * dtype.itemsize for num, dtype in self.widths.values())
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Where other processes of this host find the index and the column that they see."""
+        return [*self._slots.addresses, *([self._columns[self._seen].address] if self._seen is not None else [])]
+
+    def find(self, keys: Tensor) -> Tensor:
+        """The slot of each key; -1 where it has none."""
+        return self._slots.find(keys)
+
+    def column(self, name: str) -> Tensor:
+        """All entries of a column, in the order of their slots; no copy."""
+        return self._columns[name].values[: len(self)]
+
+    def memory(self, name: str) -> Tensor:
+        """Of the column, also what no slot has yet."""
+        return self._columns[name].values
+
+    def at(self, slots: Tensor) -> dict[str, Tensor]:
+        """Copies of these entries, by column."""
+        return {name: column.values.index_select(0, slots) for name, column in self._columns.items()}
+
+    def put(self, slots: Tensor, entries: Mapping[str, Tensor]) -> None:
+        places = slots.numpy()
+        with self._storage.changing():
+            for name, changed in entries.items():
+                as_words(self._columns[name].values)[places] = as_words(changed)  # half of what index_copy_ takes
+
+    def add(self, keys: Tensor, entries: Mapping[str, Tensor | float]) -> Tensor:
+        """Give these keys, which are all different and have none yet, entries with these values; returns the slots."""
+        begin, end = len(self), len(self) + len(keys)
+        with self._storage.changing():
+            for column in (self._keys, *self._columns.values()):
+                column.reserve(end)
+            slots = self._slots.add(keys)
+            self._keys.values[begin:end, 0] = keys
+            for name, value in entries.items():
+                self._columns[name].values[begin:end] = value
+        return slots
+
+    def drop(self, slots: Tensor) -> None:
+        """Forget the entries in these slots, which are all different."""
+        if not len(slots):
+            return
+        num = len(self) - len(slots)
+        stays = torch.ones(len(slots), dtype=torch.bool)
+        stays[slots[slots >= num] - num] = False
+        moved, to = num + stays.nonzero()[:, 0], slots[slots < num]
+        keys = self._keys.values[:, 0]
+        with self._storage.changing():
+            self._slots.remove(keys[slots], moved=keys[moved], to=to)
+            for column in (self._keys, *self._columns.values()):
+                column.values[to] = column.values[moved]
+        self._storage.trim()
+
+    def some(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Keys and columns of the slots from `start` to before `stop`, as far as there are any; no copies."""
+        return {KEYS: self.keys[start:stop], **{name: self.column(name)[start:stop] for name in self._columns}}
+
+    @property
+    def keys(self) -> Tensor:
+        """In the order of their slots; no copy."""
+        return self._keys.values[: len(self), 0]
+
+    def in_order(self) -> dict[str, Tensor]:
+        """Keys and columns, in the order of the keys, as copies."""
+        keys, order = self.keys.sort()
+        return {KEYS: keys, **self.at(order)}

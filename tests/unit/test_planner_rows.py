@@ -1,0 +1,149 @@
+"""Plans of scripts with tables: what a few batches show of rows, and what these take beside the virtual engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.cluster.description import Cluster, Compute, Hosts, Servers
+from paceline.errors import UsageError
+from paceline.lab.variant import Variant
+from paceline.nn import ShardedEmbedding, read_together
+from paceline.planner import StepWork, predict
+from paceline.planner.observing import observe
+from paceline.planner.row_work import NUM_STEPS, RowWork, WatchedTables
+from paceline.planner.search import plan
+from paceline.server.tables.row_optimizers import of_text
+from paceline.server.tables.spec import TableSpec
+from tests.conformance import virtual_engine
+
+BATCH, DIM, NUM_BATCHES = 400, 32, 40
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = ShardedEmbedding(2**40, DIM, optimizer="adagrad:lr=1e-3", name="users")
+        self.items = ShardedEmbedding(2**40, DIM, optimizer="sgd", name="items", dtype=torch.bfloat16)
+        self.last = nn.Linear(2 * DIM, 1)
+
+    def forward(self, keys: Tensor) -> Tensor:
+        both = torch.cat(read_together([(self.users, keys[:, 0]), (self.items, keys[:, 1])]), dim=1)
+        return self.last(both) + self.users(keys[:5, 0]).mean()  # five of them once more, by themselves
+
+
+def batches() -> Tensor:
+    """Keys come by Zipf's law."""
+    weights = torch.arange(1, 5000).double().reciprocal()
+    keys = torch.multinomial(weights, 2 * BATCH * NUM_BATCHES, replacement=True, generator=_generator())
+    return keys.view(-1, 2) * 7919
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+def train() -> None:
+    worker = paceline.init()
+    model: Any = Model()
+    loader: Any = DataLoader(TensorDataset(batches()), batch_size=BATCH)
+    model, optimizer, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader)
+    for (keys,) in loader:
+        optimizer.zero_grad()
+        model(keys).square().mean().backward()
+        optimizer.step()
+
+
+@cache
+def seen() -> StepWork:
+    return observe(train).work
+
+
+def test_rows_of_the_first_batches_are_counted() -> None:
+    rows = seen().rows
+    assert rows is not None
+    users, items = ([part.unique() for part in batches()[:, side].split(BATCH)[:NUM_STEPS]] for side in (0, 1))
+    assert rows.requests == 2
+    keys_bytes, rows_bytes = rows.asked_bytes(0)
+    num_users, num_items = (sum(map(len, each)) / NUM_STEPS for each in (users, items))
+    assert keys_bytes == pytest.approx(8 * (num_users + num_items))
+    assert rows_bytes == pytest.approx(4 * DIM * num_users + 2 * DIM * num_items)
+    assert rows.sent_bytes == pytest.approx((8 + 4 * DIM) * num_users + (8 + 2 * DIM) * num_items)
+    # Adagrad's gradient, and twice the row and its state; the others' gradient in float32, and twice the row.
+    assert rows.updated_bytes[0] == pytest.approx(5 * 4 * DIM * num_users + (4 + 2 * 2) * DIM * num_items)
+    joint = [len(torch.cat(users[at : at + 2]).unique()) for at in range(NUM_STEPS - 1)]
+    assert rows.updated_bytes[1] > rows.updated_bytes[0]
+    assert rows.updated_bytes[1] < 5 * 4 * DIM * max(joint) * 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(steps=st.lists(st.sets(st.integers(0, 9), min_size=1), min_size=1, max_size=12), staleness=st.integers(0, 5))
+def test_copies_are_used_as_a_worker_uses_them(steps: list[set[int]], staleness: int) -> None:
+    watched, bought, asked = WatchedTables(), dict[int, int](), list[int]()
+    watched.open_tables([TableSpec("users", 10, 2, of_text("sgd"))])
+    for step, keys in enumerate(steps):
+        watched.read({0: torch.tensor(sorted(keys))}, is_fresh=False)
+        watched.end_step()
+        new = {key for key in keys if bought.get(key, -9) < step - staleness}
+        bought |= dict.fromkeys(new, step)
+        asked.append(len(new))
+    kept = min(staleness, max(1, len(steps) // 2) - 1)
+    if kept == staleness:
+        whole = len(steps) // (staleness + 1) * (staleness + 1)
+        assert watched.work().asked_bytes(staleness)[0] == pytest.approx(8 * sum(asked[:whole]) / whole)
+
+
+def test_rows_of_another_batch_grow_as_from_one_to_two() -> None:
+    rows = RowWork(1, ((80.0, 160.0),), 240.0, (100.0, 150.0))
+    assert rows.of_part(2).updated_bytes[0] == pytest.approx(150.0)
+    assert rows.of_part(0.5).sent_bytes == pytest.approx(240 / 1.5)
+    assert [rows.updated_bytes_of(num) for num in (1, 2, 4)] == [100, 150, 250]
+
+
+def cluster_of(placement: Any) -> Cluster:
+    hosts = Hosts(count=8, bandwidth_gbit_per_s=1.0, latency_us=100.0, memory_gbyte_per_s=10.0)
+    return Cluster(hosts=(hosts,), compute=Compute(step_s=0.002), servers=Servers(placement=placement))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "placement", "tolerance"),
+    [
+        ("ps-bsp:combine=never:servers=2", "separate", 0.08),
+        ("all-reduce:servers=2", "with workers", 0.08),
+        ("ps-ssp:servers=1:row_staleness=3", "separate", 0.15),
+    ],
+)
+def test_the_virtual_engine_takes_as_long(strategy: str, placement: str, tolerance: float, tmp_path: Path) -> None:
+    cluster = cluster_of(placement)
+    chosen = Variant.parse(strategy).strategy
+    found = predict(cluster, strategy=chosen, workers=2, work=seen())
+    result = virtual_engine.run(train, strategy=strategy, workers=2, out=tmp_path, cluster=cluster, max_steps=28)
+    ends_s: dict[int, list[float]] = {}
+    for record in result.steps:
+        ends_s.setdefault(record.step, []).append(record.time_s)
+    took_s = [np.mean(ends_s[step]) - np.mean(ends_s[step - 1]) for step in (5, 6, 7, 9, 10, 11, 12, 13)]
+    assert found.step_s == pytest.approx(float(np.mean(took_s)), rel=tolerance)
+    few = replace(seen(), rows=RowWork(2, ((0.0, 0.0),), 0.0, (0.0,)))  # what the rows themselves take is a good part
+    assert predict(cluster, strategy=chosen, workers=2, work=few).step_s < found.step_s - 0.0003
+
+
+def test_strategies_without_a_place_for_rows_are_left_out() -> None:
+    found = plan(cluster_of("separate"), seen(), max_workers=2, num_checks=0)
+    assert {"gossip", "all-reduce"} <= set(found.unpriced)
+    assert {"ps-bsp", "ps-ssp", "ps-asp", "all-reduce:servers=1", "single"} <= {point.asked for point in found.points}
+    with pytest.raises(UsageError, match="gossip has no place for the rows"):
+        predict(cluster_of("separate"), strategy="gossip", workers=2, work=seen())
+    plain = StepWork(tensor_bytes=(4000,), samples=1)
+    with pytest.raises(UsageError, match="rows of a ShardedEmbedding alone, of which the model has none"):
+        predict(cluster_of("separate"), strategy="all-reduce", workers=2, work=plain, options={"servers": 1})

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from paceline.errors import RunFailed, UsageError
 from paceline.nn import ShardedEmbedding
-from paceline.planner.observing import observe
 from paceline.strategies import build
 from paceline.training.pauses import MODEL_FILE
 from paceline.training.snapshot import read_model_file
@@ -157,8 +156,3 @@ def own_seed(worker: Worker, out: Path) -> None:
     table = ShardedEmbedding(9, DIM, optimizer="sgd", name="users")
     model = Factors(table, nn.Embedding(1, 1))
     worker.prepare(model, torch.optim.SGD([model.bias], lr=0.1), DataLoader(ratings()))
-
-
-def test_a_plan_does_not_pass_over_rows(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="plans do not know what the rows of a ShardedEmbedding cost"):
-        observe(partial(launched, train, tmp_path))

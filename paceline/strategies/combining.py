@@ -15,6 +15,8 @@ from paceline.strategies.looks import Window, version_of
 
 Mode = Literal["auto", "always", "never"]
 _WINDOW_BYTES = 256
+_MOST_LOOKS = 8
+"""At steps of several backward passes: a script that accumulates in every step is not to pay for it."""
 
 _NO_MEAN = (
     "under ps-bsp with backup_workers there is no mean gradient to change; use --option combine=never to change each "
@@ -84,6 +86,8 @@ class Combining:
         self._windows = [Window(flat, _WINDOW_BYTES) for flat in watched]
         self._reads = GradientReads(parameters)
         self._has_told = False
+        self._num_passes = 0  # since the last step
+        self._num_looks = _MOST_LOOKS
         self._read_at = ""  # where the script has read gradients of this step
         self.looks = True
         """Whether what the windows show is compared in this step."""
@@ -109,6 +113,10 @@ class Combining:
         self._seen = self._versions()
         if self._is_undecided or self._looks_closely:
             self._digest = digest(self._flats)
+            self._reads.begin()
+        self._num_passes += 1
+        if self._num_passes == 2 and self._num_looks and self._refuses_change and not self._averages:
+            self._num_looks -= 1  # it may compute gradients to look at them, and no step
             self._reads.begin()
 
     def script_is_done(self) -> None:
@@ -166,6 +174,7 @@ class Combining:
     def take(self) -> bool:
         """The step begins: whether its gradients are the workers' mean. The next step starts anew."""
         is_combined, self.is_combined, self._seen = self.is_combined, False, None
+        self._num_passes = 0
         self._looks_closely = False
         if self.looks:
             for window in self._windows:

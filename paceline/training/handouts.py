@@ -17,6 +17,7 @@ from paceline.strategies.progress import Progress
 from paceline.strategies.replica import Replica
 from paceline.strategies.several import models_of
 from paceline.training.calls import Calls
+from paceline.training.full_batches import FullBatches
 from paceline.training.kept_batches import Copies, Handed, KeptBatches
 from paceline.training.nodes import graph_of
 from paceline.training.sharding.contents import tensors_in
@@ -75,8 +76,7 @@ class Handouts:
         self._weight = math.nan  # of the batch that was handed out last
         self._is_over = False  # the pass: what is trained on before the next one, the script has kept
         self._known: Handed | None = None  # what the model is computing on
-        self._gives_all: bool | None = None  # whether collation gives as many rows as there are samples
-        self._lengths: dict[int, int] = {}  # how many rows it gives of so many samples
+        self._full_batches = FullBatches(rank=rank)
         self._num_ahead: float | None = None  # batches that this epoch's script reads ahead, once it has trained
         self._num_samples = 0
         self._has_gradient = False
@@ -100,7 +100,7 @@ class Handouts:
         """
         found = tensors_in(part.data)
         if self._is_weighed:
-            self._require_all_samples(found, part.num_samples, place)
+            self._full_batches.require(found, part.num_samples, place)
         tensors = tuple(TensorWeakRef(tensor) for tensor in found)
         handed = Handed(place, part.num_samples, part.weight, tensors)
         if place.num_batches_done >= self._copies_from:  # 10 us
@@ -120,27 +120,6 @@ class Handouts:
         self._out.append(handed)
         self._compare_weights(part.weight)
         self._weigh()
-
-    def _require_all_samples(self, tensors: Sequence[Tensor], num_samples: int, place: Place) -> None:
-        """Raises UsageError where a collation leaves samples out of some batches: gradients count by what it was given.
-        One that makes a row of several samples gives as many for as many, and no batch in full."""
-        if tensors and tensors[0].dim() and tensors[0].shape[0] == num_samples and self._gives_all is not False:
-            self._gives_all = True  # 4 us, where what follows takes 18
-            return
-        lengths = {len(tensor) for tensor in tensors if tensor.dim()}
-        if len(lengths) != 1 or not 1 < (length := lengths.pop()) <= num_samples:
-            return
-        if any(num_samples in tensor.shape[1:] for tensor in tensors):
-            return  # samples lie along another dimension
-        is_all, before = length == num_samples, self._lengths.setdefault(num_samples, length)
-        if length != before or self._gives_all is (not is_all):
-            raise UsageError(
-                f"rank {self._rank}, epoch {place.epoch}: of {num_samples} samples the DataLoader's collation gives "
-                f"{length} in batch {place.num_batches_done + 1}, and another share in a batch before, but workers' "
-                "gradients would count as if it gave all; leave samples out of the data set or its sampler "
-                "(torch.utils.data.Subset), so that every batch is full"
-            )
-        self._gives_all = is_all
 
     def look_back(self) -> None:
         """The script is between two batches, or before a step: it may have trained.
@@ -198,7 +177,7 @@ class Handouts:
         """The samples that the step was made of. Raises UsageError as `look_back` does."""
         self.look_back()  # the optimizer may have computed gradients itself
         while self._num_ahead is not None and len(self._out) > self._num_ahead:
-            self._out.popleft()
+            self._kept.add(self._out.popleft())  # the script may come back to it
             self._leaves_out = True
         self._weigh()
         self._num_steps += 1

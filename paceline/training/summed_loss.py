@@ -136,9 +136,10 @@ class SummedLoss:
                 )
             if factor := multiplied_sum_among(terms, num_samples, self._size):
                 return None, (
-                    f"the loss is {factor:g} times a sum over the batch, and workers average gradients as if it were "
-                    f"a mean, so that a step is {self._size} times smaller than one process would take with the same "
-                    "batches, unless the factor is to make up for it; take the mean, or multiply by worker.size, too"
+                    f"the loss, or a term of it, is {factor:g} times a sum over the batch, and workers average "
+                    f"gradients as if it were a mean, so that a step is {self._size} times smaller than one process "
+                    "would take with the same batches, unless the factor is to make up for it; take the mean, or "
+                    "multiply by worker.size, too"
                 )
         return None, None
 

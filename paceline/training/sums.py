@@ -86,12 +86,11 @@ def sum_among(terms: Sequence[Term], num_samples: int) -> str | None:
 
 
 def multiplied_sum_among(terms: Sequence[Term], num_samples: int, size: int) -> float | None:
-    """What torch's own sums, or all terms if each is a sum, are multiplied by at least, if that is too much for one
-    over the number of samples: a half, as of squares, or the scale of a GradScaler; but for the number of workers."""
-    scaled = [term for term in terms if term.is_scaled]
-    sums = [term for term in scaled if _is_torchs_sum(term)]
-    if not sums and len(scaled) == len(terms) and all(_is_over_samples(term, num_samples) for term in terms):
-        sums = scaled
+    """What torch's own sums, or those of the script's own, are multiplied by at least, if that is too much for one over
+    the number of samples: one, beside terms of another kind; a half, as of squares, or the scale of a GradScaler; but
+    for the number of workers."""
+    sums = [term for term in terms if term.is_scaled and _is_torchs_sum(term)]
+    sums = sums or [term for term in terms if _is_over_samples(term, num_samples)]
     least = min((float(term.weights.abs().max()) for term in sums), default=0.0)
     return least if least >= _MUCH and least != size else None
 

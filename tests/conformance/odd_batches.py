@@ -155,6 +155,19 @@ def with_a_copy(worker: Any, *, in_one_loss: bool = False, copy_first: bool = Fa
     return model
 
 
+def shortest_first(batches: Any) -> Iterator[Any]:
+    """Reads an epoch, and trains on its last batch first."""
+    return iter(sorted(batches, key=lambda batch: len(batch[0])))
+
+
+def left_open(batches: Any) -> Iterator[Any]:
+    """Takes a few batches, as to find a learning rate, keeps that iterator, and then goes through all."""
+    few = iter(batches)
+    yield from itertools.islice(few, 3)
+    yield from batches
+    del few
+
+
 SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "chunks twice": partial(train, loader=with_tail, way=in_chunks_twice),
     "chunks of a class twice": partial(train, loader=batches_of_a_class, way=in_chunks_twice),
@@ -163,6 +176,8 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "losses first, outputs of a class": partial(losses_first, kind=Told),
     "losses first, outputs of a closed class": partial(losses_first, kind=Untold),
     "beside gradients of another": beside_gradients_of_another,
+    "shortest first": partial(train, loader=with_tail, way=shortest_first),
+    "a pass left open": partial(train, loader=with_tail, way=left_open),
     "in parts": in_parts,
     "in parts, the last one whole": partial(in_parts, last_first=True),
     "in parts, in one loss": partial(in_parts, in_one_loss=True),

@@ -292,6 +292,11 @@ def of_worst_group(output: Tensor, y: Tensor) -> Tensor:
     return torch.stack([losses[: len(y) // 2].mean(), losses[len(y) // 2 :].mean()]).max()
 
 
+def beside_a_mean(output: Tensor, y: Tensor) -> Tensor:
+    """As of variational autoencoders."""
+    return F.cross_entropy(output, y) - 0.5 * torch.sum(1 + output - output.exp())
+
+
 SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "a sum by a loop over outputs": partial(own_loop, step=partial(looped, is_mean=False, is_cut=True)),
     "a mean by a loop": partial(own_loop, step=partial(looped, is_mean=True, is_cut=False)),
@@ -321,6 +326,7 @@ SCRIPTS: dict[str, Callable[[Any], nn.Module]] = {
     "means of samples": partial(own_loop, step=partial(step_with, loss=means_of_samples)),
     "sums from the second epoch on": partial(sums_later, at=13),
     "sums in mid-epoch": partial(sums_later, at=18),
+    "half a sum beside a mean": partial(own_loop, step=partial(step_with, loss=beside_a_mean)),
     "the worst group": partial(own_loop, step=partial(step_with, loss=of_worst_group)),
     "a quotient of sums": partial(own_loop, step=partial(step_with, loss=quotient)),
 }

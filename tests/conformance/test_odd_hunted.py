@@ -175,7 +175,8 @@ TOLD = {
     "features made apart": BENT,
     "the mean prediction": BENT,
     "those at risk": BENT,
-    "half a sum": r"the loss is 0\.5 times a sum over the batch",
+    "half a sum": r"the loss, or a term of it, is 0\.5 times a sum over the batch",
+    "half a sum beside a mean": r"the loss, or a term of it, is 0\.5 times a sum over the batch",
     "a factor of its own": r"the loss at .* is multiplied by a number of each worker's own",
 }
 """Losses that each worker has of its own batch: told where workers average gradients."""

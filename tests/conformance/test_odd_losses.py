@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,17 @@ from paceline.errors import RunFailed
 from tests.conformance import odd_losses, virtual_engine
 from tests.conformance.odd_hunted import train
 from tests.conformance.reference import train_alone
-from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, momentum, perceptron, samples
+from tests.conformance.scripts import (
+    BATCH_SIZE,
+    EXACT,
+    assert_close,
+    launched,
+    loader_of,
+    momentum,
+    perceptron,
+    plain_step,
+    samples,
+)
 
 
 def test_a_sum_of_parts_is_told(tmp_path: Path) -> None:
@@ -57,6 +68,26 @@ def test_gradients_that_are_read_late_are_told(tmp_path: Path) -> None:
 
     with pytest.warns(UserWarning, match=r"step \d+: the script reads gradients .*combine=always"):
         virtual_engine.run(script, strategy="ps-bsp", workers=2, out=tmp_path, eval_every="3")
+
+
+def without_a_step(worker: Any) -> nn.Module:
+    """Adds up squared gradients over a pass between two of training, as Fisher's information has it."""
+    model = perceptron()
+    model, optimizer, loader = worker.prepare(model, momentum(model.parameters()), loader_of(samples()))
+    squares: list[Any] = [0.0 for _ in model.parameters()]
+    for number, batch in enumerate(itertools.chain(loader, loader, loader)):
+        if number // len(loader) != 1:
+            plain_step(model, optimizer, batch)
+            continue
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        squares = [total + p.grad.square() for total, p in zip(squares, model.parameters(), strict=True)]
+    return model
+
+
+def test_gradients_that_are_read_without_a_step_are_told(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"step 13: the script reads gradients .*combine=always"):
+        virtual_engine.run(partial(launched, without_a_step), strategy="ps-bsp", workers=2, out=tmp_path)
 
 
 class Weighing(nn.Module):

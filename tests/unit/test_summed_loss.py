@@ -344,6 +344,9 @@ SCALED: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
     "a sum by a scaler": (lambda output: 1024 * squares(output).sum(), 1024),
     "a mean by a scaler": (lambda output: squares(output).sum() * (1 / NUM_SAMPLES) * 1024, None),
     "a mean of all batches by a scaler": (lambda output: squares(output).sum() * (2 / (2 * NUM_SAMPLES)) * 1024, None),
+    "a sum beside a mean": (lambda output: output.mean() - 0.5 * (1 + output - output.exp()).sum(), 0.5),
+    "a mean beside a small sum": (lambda output: output.mean() + 1e-3 * output.abs().sum(), None),
+    "a penalty beside a mean": (lambda output: output.mean() + SQUARE.square().sum(), None),
     "a penalty by a scaler": (lambda _: 1024 * SQUARE.square().sum(), None),
 }
 

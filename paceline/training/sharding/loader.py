@@ -109,6 +109,7 @@ class ShardedLoader(StandIn):
         """Where the next batch comes from."""
         self._resume_at: Place | None = None
         self._num_idle_epochs = self._num_passes = 0
+        self._is_in_pass = False
         self._after_end, self._tell = AfterEnd(), Telling()
         self.identity = self._source.identity()
         """What tells this data from other data, by name."""
@@ -166,7 +167,7 @@ class ShardedLoader(StandIn):
             with suppress(TypeError):  # of a stream nobody knows the length
                 place = Place(place.epoch + 1, 0) if place.num_batches_done == len(self) else place
         self._resume_at = place
-        self.place = Place(self._resume_at.epoch, 0)
+        self._is_in_pass, self.place = False, Place(self._resume_at.epoch, 0)
 
     def __iter__(self) -> Iterator[Any]:
         with self._tell:
@@ -183,6 +184,8 @@ class ShardedLoader(StandIn):
             if self._num_idle_epochs > _MAX_IDLE_EPOCHS:
                 raise BudgetReached("the run has ended, and the script goes on asking for epochs")
             return
+        if self._is_in_pass:  # which the script has left, and keeps
+            self._is_in_pass, self.place = False, Place(self.place.epoch + 1, 0)
         epoch = self.place.epoch
         if self._resume_at is not None and epoch < self._resume_at.epoch:
             self._look(reads=False)
@@ -199,6 +202,7 @@ class ShardedLoader(StandIn):
             return
         self._num_passes += 1
         own_pass = self._num_passes
+        self._is_in_pass = True
         self._look(reads=True)
         for part in _parts(self._source, self.place):
             self._require_same_samples()
@@ -210,18 +214,18 @@ class ShardedLoader(StandIn):
                 yield part.data
             except GeneratorExit:
                 if not self._should_stop() and own_pass == self._num_passes:
-                    self.place = Place(epoch + 1, 0)
+                    self._is_in_pass, self.place = False, Place(epoch + 1, 0)
                 raise
             if own_pass != self._num_passes:
                 raise UsageError(
                     f"rank {self._rank}: the script goes on with a pass over the loader after it has begun another, "
-                    "and both would be of the same epoch; end one before the other, or prepare two loaders by name: "
-                    "prepare(..., first=loader, second=another)"
+                    "and nothing tells where in its data the run is; end one before the other, or prepare two loaders "
+                    "by name: prepare(..., first=loader, second=another)"
                 )
             self._on_return()
             if self._should_stop():
                 return
-        self.place = Place(epoch + 1, 0)
+        self._is_in_pass, self.place = False, Place(epoch + 1, 0)
         self._on_pass_end()
 
     def _look(self, *, reads: bool) -> None:

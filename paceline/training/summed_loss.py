@@ -61,7 +61,8 @@ class SummedLoss:
         self._doubt: str | None = None
         self._place: Place | None = None  # of the last pass
         if not self._hooks:
-            self._hooks = [when_gradient_is_ready(parameter, self._take, 0) for parameter in self._parameters]
+            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+            self._hooks = [when_gradient_is_ready(parameter, self._take, 0) for parameter in trained]
             backward_calls.add(self)
 
     def close(self) -> None:

@@ -17,8 +17,8 @@ Mode = Literal["auto", "always", "never"]
 _WINDOW_BYTES = 256
 
 _NO_MEAN = (
-    "under ps-bsp with backup_workers there is no mean gradient to change; use --option combine=never to change each "
-    "worker's own"
+    "under ps-bsp with backup_workers or --elastic there is no mean gradient to change; use --option combine=never to "
+    "change each worker's own"
 )
 _NO_MIX = (
     "a mean of all workers' gradients would hide what aggregate compares; use --option combine=never to change each "

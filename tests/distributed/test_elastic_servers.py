@@ -48,7 +48,8 @@ def told_of(out: Path) -> dict[str, list[dict]]:
     return {name: of(out, name) for name in ("lost", "let_go", "left_over", "refused")}
 
 
-@pytest.mark.parametrize("strategy", ["ps-asp", pytest.param("ps-ssp", marks=pytest.mark.slow), "ps-bsp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ps-asp", "ps-ssp", "ps-bsp"])
 def test_a_worker_dies_in_backward(tmp_path: Path, ray_here: None, strategy: str) -> None:
     out = trained(tmp_path, "--fail", "1:5:kill", "--step-s", 0.01, strategy=strategy, elastic="1:3")
     told = told_of(out)

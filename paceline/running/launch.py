@@ -306,10 +306,9 @@ def _require_survivable(
             "without replicas, backup_workers, torn_reads, combine=always and a codec, and with aggregate=mean"
         )
     if elastic.global_batch == "keep" and not traits.lock_step:
-        raise UsageError(
-            f"--global-batch keep: under {name_of(plan)} each worker takes its own steps, as many as it has batches, "
-            "whoever is there; use --global-batch grow"
-        )
+        own = "each worker takes its own steps, as many as it has batches"
+        why = own if traits.outlives_workers else "a round has as many local steps of each worker, whoever is there"
+        raise UsageError(f"--global-batch keep: under {name_of(plan)} {why}; use --global-batch grow")
     if traits.outlives_workers and is_simulated:
         raise UsageError(f"--elastic under {name_of(plan)} is for real processes so far; leave --engine virtual out")
     if traits.outlives_workers and elastic.replacements:

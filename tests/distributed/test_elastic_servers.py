@@ -11,7 +11,6 @@ import pytest
 
 import paceline
 from paceline.checkpoint_files import from_newest, iteration_of
-from paceline.errors import UsageError
 from tests.distributed.harness import wait_until
 from tests.distributed.local import Listener
 from tests.distributed.test_elastic import (
@@ -160,15 +159,3 @@ def test_a_worker_leaves_when_it_is_asked_to_and_nobody_joins(start, tmp_path: P
     require_each_sample_once(out, epochs=1, samples=960)
     require_whole(out, servers=1, gradients=240)
     command.assert_nothing_left()
-
-
-def test_what_cannot_be_had_is_refused_in_words(tmp_path: Path) -> None:
-    for options, text in [
-        ({"options": {"servers": 2, "replicas": 1}}, "without replicas"),
-        ({"options": {"torn_reads": True}}, "torn_reads"),
-        ({"global_batch": "keep"}, "takes its own steps"),
-        ({"replace": 1}, "nobody can join under ps-asp"),
-        ({"engine": "virtual", "cluster": "lab-1gbe"}, "is for real processes so far"),
-    ]:
-        with pytest.raises(UsageError, match=text):
-            paceline.run(SCRIPT, strategy="ps-asp", workers=2, elastic="1:2", out=tmp_path / "out", **options)

@@ -77,6 +77,7 @@ class Kind(IntEnum):
     RESULT = 44
     PIECE = 45
     ENDS = 46
+    LANE = 47
     STOP = 48
     ABORT = 49
     FILE_WRITTEN = 50
@@ -91,6 +92,7 @@ class Kind(IntEnum):
     SERVES = 59
     LOST = 60
     LEASE = 61
+    LANES = 62
     SECRETS = 63
     INIT_VALUES = 64
     PUSH_VALUES = 65

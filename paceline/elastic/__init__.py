@@ -3,6 +3,7 @@ thread."""
 
 from paceline.elastic.coordinator import Coordinator
 from paceline.elastic.cursor import Cursor, Deal, resized
+from paceline.elastic.lanes import Done, Lane, LaneBatch, Lanes
 from paceline.elastic.lease import Lease
 from paceline.elastic.member import Member
 from paceline.elastic.messages import Form, Report, StaleEpoch
@@ -12,9 +13,13 @@ __all__ = [
     "Coordinator",
     "Cursor",
     "Deal",
+    "Done",
     "Elastic",
     "Form",
     "GlobalBatch",
+    "Lane",
+    "LaneBatch",
+    "Lanes",
     "Lease",
     "Member",
     "Report",

@@ -144,9 +144,11 @@ def run(
     plan.check(num_workers=workers)
     check_engine(engine, cluster=cluster, address=address)
     virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
-    survives = elastic_of(elastic, global_batch, replace, default="keep" if plan.traits.lock_step else "grow")
+    survives = elastic_of(
+        elastic, global_batch, replace, default="keep" if plan.traits.when_elastic.lock_step else "grow"
+    )
     if survives is not None:
-        _require_survivable(plan, survives, workers=workers, attack=attack)
+        _require_survivable(plan, survives, workers=workers, attack=attack, is_simulated=virtual is not None)
     config = RunConfig(
         max_steps=max_steps,
         max_time_s=max_time_s,
@@ -291,20 +293,26 @@ def _require_survivable(
     *,
     workers: int,
     attack: str | Sequence[str],
+    is_simulated: bool,
 ) -> None:
     """Raises UsageError, which says why, for runs in which nobody may die or join so far."""
     elastic.require(num_workers=workers)
-    if not plan.traits.repeats_steps:
+    traits = plan.traits.when_elastic
+    if not (traits.repeats_steps or traits.outlives_workers):
         raise UsageError(
             f"strategy {name_of(plan)} cannot go on without a worker that dies so far; --elastic is for all-reduce "
-            "with algorithm=auto, no codec, and aggregate=mean, and for local updates (local-sgd, slowmo, diloco) "
-            "with fragments=1, delay=0, alpha=0, no codec, and aggregate=mean"
+            "with algorithm=auto, no codec, and aggregate=mean, for local updates (local-sgd, slowmo, diloco) "
+            "with fragments=1, delay=0, alpha=0, no codec, and aggregate=mean, and for ps-bsp, ps-ssp and ps-asp "
+            "without replicas, backup_workers, torn_reads, combine=always and a codec, and with aggregate=mean"
         )
-    if elastic.global_batch == "keep" and not plan.traits.lock_step:
-        raise UsageError(
-            f"--global-batch keep: under {name_of(plan)} a round has as many local steps of each worker, whoever is "
-            "there; use --global-batch grow"
-        )
+    if elastic.global_batch == "keep" and not traits.lock_step:
+        own = "each worker takes its own steps, as many as it has batches"
+        why = own if traits.outlives_workers else "a round has as many local steps of each worker, whoever is there"
+        raise UsageError(f"--global-batch keep: under {name_of(plan)} {why}; use --global-batch grow")
+    if traits.outlives_workers and is_simulated:
+        raise UsageError(f"--elastic under {name_of(plan)} is for real processes so far; leave --engine virtual out")
+    if traits.outlives_workers and elastic.replacements:
+        raise UsageError(f"--replace: nobody can join under {name_of(plan)} so far; leave it out")
     if attack:
         raise UsageError("--attack and --elastic do not go together: hostile workers are known by their number")
 

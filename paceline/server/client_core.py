@@ -176,6 +176,8 @@ class ClientCore:
             body["weight"] = push.weight
         if push.kind != "gradient":
             body["kind"] = push.kind
+        if push.done is not None:
+            body["done"] = push.done
         flags = (VOID if push.void else 0) | (STOP if push.stop else 0)
         request = partial(
             Message,

@@ -100,6 +100,8 @@ class ServerCore:
         """Whether pieces pass links a few at a time: there are more, and each needs every worker's gradient."""
         self._spec: ServerSpec | None = None
         self._clients: dict[int, _Client] = {}
+        self._last_pushes: dict[int, Message] = {}  # of workers that say what they have done, without tensors
+        self._gone: set[int] = set()
         self._all_parts: list[tuple[int, Part]] = []
         self._range_bytes = 0
         self._window: AnswerWindow[Message] = AnswerWindow(least_bytes=LEAST_ANSWERS * FRAME_BYTES)
@@ -187,6 +189,8 @@ class ServerCore:
         A message that is refused is the asker's trouble. Any other exception is the server's, which cannot go on: some
         of its shards may have been updated.
         """
+        if message.sender in self._gone:
+            return
         try:
             handler, client = self._handlers.get(message.kind), self._clients.get(message.sender)
             if handler is None or client is None:
@@ -196,6 +200,25 @@ class ServerCore:
                 yield from self.tick(now_s)
         except (ProtocolError, WireError) as error:
             yield Send(message.sender, self.failure(error))
+
+    def part_with(self, worker: int) -> Message | None:
+        """The worker's process has ended: nothing is heard of it from here on. Returns its last push, which another
+        server may lack; none if there was none."""
+        self._gone.add(worker)
+        return self._last_pushes.get(worker)
+
+    def let_go(self, worker: int, last_push: Message | None, now_s: float) -> Iterator[Action]:
+        """Go on without a worker that this server has parted with.
+
+        Args:
+            last_push: that some server has got. If this one has not, its tensors are taken from the worker's memory.
+        """
+        client, own = self._clients.get(worker), self._last_pushes.get(worker)
+        if client is None:
+            return
+        if last_push is not None and (own is None or own.clock < last_push.clock):
+            yield from self._exchange(client, last_push, now_s)
+        yield from self._leave(client, Message(Kind.LEAVE, self.epoch, sender=worker), now_s)
 
     @property
     def wakes_at_s(self) -> float | None:
@@ -251,6 +274,8 @@ class ServerCore:
         is_void, body = bool(message.flags & VOID), message.body
         about = {name: body[name] for name in _ABOUT if name in body} if body else {}
         groups = body.get("groups")
+        if "done" in body:
+            self._last_pushes[message.sender] = message
         if "rows" in body:
             self._tables.receive_push(message)
         for index, part in self._parts_of(message):

@@ -8,6 +8,7 @@ import torch
 
 from paceline.aggregate import MEAN, Aggregator, ContributionKind
 from paceline.codec import TensorCodec
+from paceline.elastic import Done
 from paceline.layout import Layout
 from paceline.server.admission import AdmissionRule
 from paceline.server.ranges import KeyRange
@@ -43,6 +44,8 @@ class ServerSpec:
     """Of the run's optimizer that it is for."""
     table_files: TableFiles | None = None
     """For rows of tables; none: they lie in memory."""
+    may_lend: bool = True
+    """Workers on one host may make updates themselves; not where one may die in the midst of one."""
 
 
 class Push(NamedTuple):
@@ -62,11 +65,13 @@ class Push(NamedTuple):
     """Of the contribution among the others of its update; above 0."""
     kind: ContributionKind = "gradient"
     """A delta is what the worker's parameters are, less what they were when it got them."""
+    done: Done | None = None
+    """What the worker has done when this counts, where others may have to take over the rest."""
 
     @property
     def is_plain(self) -> bool:
         """Whether it is nothing but a gradient."""
-        return not (self.void or self.stop or self.groups or self.sender is not None) and (
+        return not (self.void or self.stop or self.groups or self.sender is not None or self.done) and (
             self.weight == 1.0 and self.kind == "gradient"
         )
 

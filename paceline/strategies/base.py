@@ -13,6 +13,7 @@ from paceline.aggregate import MEAN, Aggregator, Contribution
 from paceline.codec import TensorCodec
 from paceline.comm.base import Collective, Store, Timing
 from paceline.comm.mailbox import Mailbox
+from paceline.elastic import Done
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.layout import Layout
 from paceline.membership import Membership
@@ -29,7 +30,7 @@ from paceline.strategies.meeting import gathered
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.pacing import Pacing, RealTime
 from paceline.strategies.progress import Progress
-from paceline.strategies.regrouping import Regrouping
+from paceline.strategies.regrouping import LaneKeeper, Regrouping
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
 
@@ -94,6 +95,10 @@ class Context:
     """The workers that the run began with, by which an elastic one's global batches are as large as they are."""
     recovery: "Recovery | None" = None
     """There, what a synchronizer asks that repeats a step."""
+    lane_keeper: LaneKeeper | None = None
+    """There, who knows who has which of the data, under strategies whose servers outlive workers."""
+    done: Callable[[], Done] | None = None
+    """There, how far this worker is once the step is over that it is about to push."""
 
     @property
     def size(self) -> int:
@@ -309,7 +314,8 @@ class Synchronizer(ABC):
         self.iteration = iteration
 
     def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
-        """Go on among those who are there now, under strategies whose trait `repeats_steps` holds. Collective call.
+        """Go on among those who are there now, under strategies whose trait `repeats_steps` or `outlives_workers`
+        holds. Collective call.
 
         `facts`: the others', where this worker joins them.
         """

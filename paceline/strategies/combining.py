@@ -19,8 +19,8 @@ _MOST_LOOKS = 8
 """At steps of several backward passes: a script that accumulates in every step is not to pay for it."""
 
 _NO_MEAN = (
-    "under ps-bsp with backup_workers there is no mean gradient to change; use --option combine=never to change each "
-    "worker's own"
+    "under ps-bsp with backup_workers or --elastic there is no mean gradient to change; use --option combine=never to "
+    "change each worker's own"
 )
 _NO_MIX = (
     "a mean of all workers' gradients would hide what aggregate compares; use --option combine=never to change each "

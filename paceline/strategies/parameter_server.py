@@ -116,6 +116,7 @@ class ParameterServer(Strategy):
             shows_model=self.consistency != "bsp",
             num_servers=self.servers,
             num_replicas=self.replicas,
+            outlives_workers=self._outlives_workers,
             passes_attacks=True,
             holds_rows=True,
             traffic=(AllReduced(), served) if self.combine == "always" else (served,),
@@ -157,6 +158,8 @@ class ParameterServer(Strategy):
         require_no_closure(replica.optimizer)
         require_dense_steps(replica.optimizer)
         require_plain_steps(replica)
+        if replica.tables and context.reform is not None:
+            raise UsageError("--elastic does not keep the rows of a ShardedEmbedding so far; leave it out")
         if replica.tables and self.replicas:
             raise UsageError(
                 f"replicas={self.replicas} does not copy the rows of a ShardedEmbedding, which would be lost with "
@@ -176,7 +179,7 @@ class ParameterServer(Strategy):
             is_weighted=is_synchronous,
             aggregator=self.aggregator(),
             combine=self.combine if is_synchronous else "never",
-            is_partial=self.backup_workers > 0,
+            is_partial=self.backup_workers > 0 or context.reform is not None,
             codec=self.codec_of_pushes(),
             codec_scope=self.codec_scope,
             keeping=keeping_for(self.row_staleness, staleness=self._staleness),
@@ -189,6 +192,12 @@ class ParameterServer(Strategy):
             raise UsageError(f"{what} does not join the rows of a ShardedEmbedding, of which servers take the mean")
         if context.corrupt is not None:
             raise UsageError("attacks do not change what workers send for the rows of a ShardedEmbedding")
+
+    @property
+    def _outlives_workers(self) -> bool:
+        """What a worker that dies has pushed is in its memory, whole, and joined with others' as it comes."""
+        is_plain = self.codec is None and self.aggregate == MEAN and self.combine != "always"
+        return is_plain and not (self.replicas or self.backup_workers or self.torn_reads)
 
     @property
     def _votes(self) -> bool:

@@ -1,11 +1,11 @@
 """A worker's word with whoever knows who takes part, while workers come, leave and die."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paceline.comm.base import Collective
-from paceline.elastic import Member
+from paceline.elastic import Lane, LaneBatch, Member
 from paceline.messages import Raw
 
 
@@ -62,3 +62,24 @@ class Regrouping(Protocol):
 
     def leave(self, rank: int) -> None:
         """It takes no further step; the others go on without it."""
+
+
+class LaneKeeper(Protocol):
+    """What an engine gives each worker of a run whose servers outlive workers: word with whoever knows who has which of
+    the data."""
+
+    def begin(self, rank: int, *, epoch: int) -> Lane | None:
+        """This worker comes to this epoch. Returns its lane, if it was there when the epoch was dealt."""
+
+    def next_left_over(self, rank: int, *, epoch: int, none: LaneBatch | None = None) -> LaneBatch | None:
+        """This worker is through with its own data of the epoch. Returns a batch that is left to it, if there is one.
+
+        Args:
+            none: what was returned before, where the lane has no such batch.
+        """
+
+    def lanes(self) -> Mapping[str, Any]:
+        """`Lanes.plain`, as it is now."""
+
+    def resume(self, lanes: Mapping[str, Any]) -> None:
+        """The run goes on from there, which nobody has begun to do."""

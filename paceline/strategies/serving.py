@@ -173,7 +173,8 @@ class ServerSynchronizer(Synchronizer):
         self._gradients.to_host()
         stop, groups = self.stop_vote(), self._changed_groups()
         self._rows.push(weight=self._weight, is_void=is_void)
-        push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight)
+        done = None if self.context.done is None else self.context.done()
+        push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight, done=done)
         outcome = self._take(self._store.exchange(push))
         if self._store.is_coded:
             for segment, flat in zip(self._buckets.layout.segments, self._flats, strict=True):
@@ -243,6 +244,9 @@ class ServerSynchronizer(Synchronizer):
         self._owned.untouched.accept(looks_closely=True)
         self.iteration = iteration
 
+    def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
+        self.context = context
+
     def close(self) -> None:
         self._combining.script_is_done()
         self._buckets.close()
@@ -250,8 +254,8 @@ class ServerSynchronizer(Synchronizer):
 
     @property
     def _looks(self) -> bool:
-        """Rank 0's model is looked at; the others take the parameters with their next answer."""
-        return self.context.rank == 0 and not self._is_left_to_script
+        """The first worker's model is looked at; the others take the parameters with their next answer."""
+        return self.context.is_first and not self._is_left_to_script
 
     def _refresh(self) -> None:
         if self._looks:

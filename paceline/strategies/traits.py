@@ -1,7 +1,7 @@
 """What a strategy declares about itself: planner, probe, lab and engines read this, and ask for no class or name."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 from paceline.codec import Codec
@@ -128,6 +128,8 @@ class Traits:
     recorded, and it runs in real processes alone."""
     repeats_steps: bool = False
     """Workers that are left when others die can repeat the step among themselves."""
+    outlives_workers: bool = False
+    """Servers have the model, and go on without a worker that dies or leaves. Each worker then takes its own steps."""
     passes_attacks: bool = False
     """What a worker sends passes `Context.corrupt`, so that a study may have it attack."""
     num_clients: int = 0
@@ -144,6 +146,12 @@ class Traits:
     """What moves how far and how often; an empty tuple if nothing does. None: not declared, so that plans refuse it."""
     untold: str = ""
     """Why it is not declared, as what the strategy does."""
+
+    @property
+    def when_elastic(self) -> "Traits":
+        """What holds where workers may die or leave: under servers those who are left take what others have not done,
+        and so some take more steps."""
+        return replace(self, lock_step=False) if self.outlives_workers else self
 
     @property
     def is_for_ray_alone(self) -> bool:

@@ -13,11 +13,11 @@ from paceline.errors import UsageError
 from paceline.roster import Participation
 from paceline.seeding import derive
 from paceline.training.course import Course
-from paceline.training.elastic import Survivor
 from paceline.training.feeds import require_even
 from paceline.training.given import Given
 from paceline.training.lone_samples import LoneSamples
 from paceline.training.sharding import Part, Place, ShardedLoader
+from paceline.training.surviving import Surviving
 from paceline.training.unstepped import Unstepped
 from paceline.training.worker_run import WorkerRun
 
@@ -41,7 +41,7 @@ class Batches:
         model: nn.Module,
         parameters: Sequence[Tensor],
         poisons: Sequence[DataAttack],
-        survivor: Survivor | None,
+        survivor: Surviving | None,
     ) -> None:
         self._run, self._course, self._poisons, self._survivor = run, course, poisons, survivor
         self._thread = threading.get_ident()

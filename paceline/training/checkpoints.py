@@ -24,7 +24,7 @@ from paceline.training.snapshot import Snapshot
 from paceline.training.worker_run import WorkerRun
 
 if TYPE_CHECKING:
-    from paceline.training.elastic import Survivor
+    from paceline.training.surviving import Surviving
 
 INTERVAL_S = 30.0
 """So much training a killed run may lose, where no other cadence is set."""
@@ -44,7 +44,7 @@ class Checkpoints:
         self._interval_s = INTERVAL_S
         self._last: Snapshot | None = None
         self._writing = Beside()
-        self.survivor: Survivor | None = None
+        self.survivor: Surviving | None = None
         """Knows where an elastic run is in its data."""
 
     @property
@@ -76,7 +76,10 @@ class Checkpoints:
         The strategy's part is as it is now, like the model: leaving may have changed both since the script's end.
         """
         own = self._run.prepared.synchronizer.own_state()
-        return snapshot.with_own_state(self._last or self._taken(), own, is_first=self._run.context.is_first)
+        taken = self._last or self._taken()
+        if self.survivor is not None:
+            taken = replace(taken, worker=self.survivor.in_pause(taken.worker))
+        return snapshot.with_own_state(taken, own, is_first=self._run.context.is_first)
 
     def save(self, model: nn.Module, own: Snapshot, time_s: float, *, metrics: dict[str, float], is_last: bool) -> None:
         """Take one, and have it written: beside training where the reporter can. Nothing where the run keeps no files.
@@ -193,12 +196,10 @@ class Checkpoints:
         """Set counters, clock, the optimizer's state, what is this worker's own, and the position in the data."""
         run, prepared = self._run, self._run.prepared
         workers = checkpoint.workers
-        if run.traits.is_synchronous and run.context.roster is None:
-            workers = snapshot.beside_the_first(workers)
         if self.survivor is not None:
-            self.survivor.go_on_from(workers)
-            workers = [*workers, *(workers[0],) * run.context.size][: run.context.size]
-            workers = [replace(worker, steps=checkpoint.iteration) for worker in workers]
+            workers = self.survivor.go_on_from(workers, iteration=checkpoint.iteration)
+        elif run.traits.is_synchronous and run.context.roster is None:
+            workers = snapshot.beside_the_first(workers)
         mine = workers[run.context.rank]
         wanted = prepared.synchronizer.own_state()
         first = workers[0]

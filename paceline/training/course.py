@@ -11,8 +11,8 @@ from paceline.records import StepRecord
 from paceline.strategies.base import StepOutcome
 from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
-from paceline.training.elastic import Survivor
 from paceline.training.pauses import Pauses
+from paceline.training.surviving import Surviving
 from paceline.training.worker_run import WorkerRun
 
 
@@ -28,7 +28,7 @@ class Course:
     """
 
     def __init__(
-        self, run: WorkerRun, cadence: Cadence, pauses: Pauses, checkpoints: Checkpoints, survivor: Survivor | None
+        self, run: WorkerRun, cadence: Cadence, pauses: Pauses, checkpoints: Checkpoints, survivor: Surviving | None
     ) -> None:
         self._run, self._cadence, self._pauses = run, cadence, pauses
         self._checkpoints, self._survivor = checkpoints, survivor

@@ -20,6 +20,7 @@ from paceline.training.joining import Giving, States
 from paceline.training.sharding import Place
 from paceline.training.sharding.dealt import Dealt
 from paceline.training.sharding.orders import Orders
+from paceline.training.surviving import repeated
 from paceline.training.worker_run import WorkerRun
 
 if TYPE_CHECKING:
@@ -100,6 +101,12 @@ class Survivor:
             )
 
     @property
+    def counts(self) -> tuple[int, int]:
+        """As `Surviving.counts`: the first worker says what all have trained on."""
+        is_first = self._run.context.is_first
+        return self.samples * is_first, self.batches * is_first
+
+    @property
     def handouts(self) -> "Handouts":
         assert self._handouts is not None
         return self._handouts
@@ -144,10 +151,16 @@ class Survivor:
         samples, steps = self._counts if self._run.context.is_first else (0, 0)
         return replace(worker, samples=samples, steps=steps, stream=self._dealt.state_for_later())
 
-    def go_on_from(self, workers: Sequence[WorkerState]) -> None:
-        """What these had trained on counts, too."""
+    def in_pause(self, worker: WorkerState) -> WorkerState:
+        return worker
+
+    def go_on_from(self, workers: Sequence[WorkerState], *, iteration: int) -> list[WorkerState]:
+        """What these had trained on counts, too, with any number of workers."""
+        workers = snapshot.beside_the_first(workers)
         self.samples, self.batches = sum(each.samples for each in workers), sum(each.steps for each in workers)
         self._counts = self.samples, self.batches
+        size = self._run.context.size
+        return [replace(each, steps=iteration) for each in [*workers, *(workers[0],) * size][:size]]
 
     def take_up(self, state: Mapping[str, Any], member: Member) -> None:
         """This worker has taken another one's state, and with it its place in the data."""
@@ -233,26 +246,16 @@ class Survivor:
     # --- where all workers meet -------------------------------------------------------------------------------
 
     def repeated(self, meet: Callable[[], T], part: Callable[[], None], synchronizer: Synchronizer) -> T:
-        """What `meet` returns, which is called anew by those who are left when somebody dies in it.
+        return repeated(
+            meet,
+            part,
+            rejoin=lambda: synchronizer.rejoin(self.regroup()),
+            num_met=lambda: self._member.met,
+            end=self._end_meeting,
+        )
 
-        Args:
-            part: has all wait until each has all of the meeting. If somebody dies in that, some may have gone on; then
-                all do.
-        """
-        met, is_whole = self._member.met, True
-        found: list[T] = []
-        while True:
-            try:
-                if not is_whole:
-                    synchronizer.rejoin(self.regroup())
-                    is_whole = True
-                if self._member.met == met:
-                    found = [meet()]
-                    part()
-                    self._member = self._member.with_meeting_ended()
-                return found[0]
-            except PeerLost:
-                is_whole = False
+    def _end_meeting(self) -> None:
+        self._member = self._member.with_meeting_ended()
 
     def _with_what_is_given(self) -> Member:
         """A state counts if the round that follows it is the one under way: a script may have left a batch out."""

@@ -209,6 +209,11 @@ class Handouts:
         self._out.clear()
 
     @property
+    def num_samples(self) -> int:
+        """That were trained on since the last step."""
+        return self._num_samples
+
+    @property
     def num_out(self) -> int:
         """Batches that were handed out, and are not known to have been trained on."""
         return len(self._out)

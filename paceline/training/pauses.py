@@ -12,12 +12,12 @@ from paceline.training.agreement import Agreement
 from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.differing import Differing
-from paceline.training.elastic import Survivor
 from paceline.training.evaluation import Evaluation
 from paceline.training.judging import Judge
 from paceline.training.kept_models import KeptModels
 from paceline.training.row_tables import save_rows
 from paceline.training.same_data import SameData
+from paceline.training.surviving import Surviving
 from paceline.training.worker_run import WorkerRun
 
 MODEL_FILE = "model.safetensors"
@@ -40,7 +40,7 @@ class Pauses:
     """
 
     def __init__(
-        self, run: WorkerRun, cadence: Cadence, checkpoints: Checkpoints, survivor: Survivor | None = None
+        self, run: WorkerRun, cadence: Cadence, checkpoints: Checkpoints, survivor: Surviving | None = None
     ) -> None:
         """`survivor`: knows what all workers have trained on, those who have died among them."""
         self._run, self._cadence, self._checkpoints = run, cadence, checkpoints
@@ -185,6 +185,7 @@ class Pauses:
         """What this worker says of itself."""
         run = self._run
         tally = self._survivor
+        samples, steps = (run.samples, run.steps) if tally is None else tally.counts
         iteration, time_s = self._met_at
         elapsed_s = run.clock.now_s - time_s
         if self._same_data is None and run.context.size > 1:
@@ -197,8 +198,8 @@ class Pauses:
             "has_ended": run.has_ended,
             "time_s": run.clock.now_s,
             "since_s": run.clock.now_s - self._together_s,
-            "samples": run.samples if tally is None else tally.samples * run.context.is_first,
-            "steps": run.steps if tally is None else tally.batches * run.context.is_first,
+            "samples": samples,
+            "steps": steps,
             "lacks_script": tally is not None and tally.lacks_script,
             "evaluates": self.evaluation is not None,
             "kept": len(self._kept),

@@ -44,11 +44,13 @@ from paceline.training.given import Given
 from paceline.training.handouts import Handouts
 from paceline.training.handover import Handover
 from paceline.training.joining import States
+from paceline.training.outlived import Outlived
 from paceline.training.pauses import Pauses
 from paceline.training.same_gradients import SameGradients
 from paceline.training.sharding import DIFFERS, ShardedLoader, UnpreparedLoaders
 from paceline.training.steps import Steps
 from paceline.training.summed_loss import SummedLoss
+from paceline.training.surviving import Surviving
 from paceline.training.unchanged import remembered_values
 from paceline.training.unprepared import UnpreparedSteps
 from paceline.training.worker_run import Prepared, WorkerRun
@@ -85,24 +87,26 @@ class Session:
         self.run = WorkerRun(context, strategy, config, reporter)
         self.run.context = replace(self.run.context, tell=self.run.tell, log=self.log)
         self._checkpoint = checkpoint
-        traits = strategy.traits
+        traits = self.run.traits
         runs_free = traits.tells_stop and not traits.lock_step
         self._cadence = Cadence(config, num_free_workers=context.size if runs_free else 0)
-        self._survivor = None
-        if config.elastic is not None and context.reform is not None:
-            self._survivor = Survivor(self.run, config.elastic)
-            self.run.context = replace(self.run.context, recovery=self._survivor)
+        self._survivor: Surviving | None = None
+        repeating: Survivor | None = None
+        if config.elastic is not None and context.reform is not None and traits.outlives_workers:
+            self._survivor = outlived = Outlived(self.run)
+            self.run.context = replace(self.run.context, done=outlived.done)
+        elif config.elastic is not None and context.reform is not None:
+            self._survivor = repeating = Survivor(self.run, config.elastic)
+            self.run.context = replace(self.run.context, recovery=repeating)
         self._checkpoints = Checkpoints(self.run)
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints, self._survivor)
-        if self._survivor is not None:
-            self._checkpoints.survivor = self._survivor
-            self._survivor.states = States(
-                self.run, self._survivor, self.pauses, self._checkpoints, on_taken=self._take_up
-            )
-            self._survivor.on_joined = self.pauses.compare_soon
+        self._checkpoints.survivor = self._survivor
+        if repeating is not None:
+            repeating.states = States(self.run, repeating, self.pauses, self._checkpoints, on_taken=self._take_up)
+            repeating.on_joined = self.pauses.compare_soon
         self.course = Course(self.run, self._cadence, self.pauses, self._checkpoints, self._survivor)
-        if self._survivor is not None:
-            self._survivor.end_pass = self.course.end_pass
+        if repeating is not None:
+            repeating.end_pass = self.course.end_pass
         tell_errors_to(self.course.refuse)
         self.handover = Handover(self.run, self.course, self._checkpoints, go_on=self._go_on_from)
         self._put_back: Callable[[], None] | None = None

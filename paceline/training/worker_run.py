@@ -50,7 +50,7 @@ class WorkerRun:
     reporter: Reporter
     clock: TrainingClock = field(init=False)
     traits: Traits = field(init=False)
-    """The strategy's, which makes them anew whenever it is asked."""
+    """The strategy's, which makes them anew whenever it is asked, as they are in this run."""
     iteration: int = 0
     """Global iterations, in the strategy's unit."""
     steps: int = 0
@@ -63,7 +63,8 @@ class WorkerRun:
 
     def __post_init__(self) -> None:
         self.clock = TrainingClock(time_s=self.context.pacing.now_s)
-        self.traits = self.strategy.traits
+        traits = self.strategy.traits
+        self.traits = traits if self.config.elastic is None else traits.when_elastic
 
     @property
     def prepared(self) -> Prepared:

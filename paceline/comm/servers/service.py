@@ -3,7 +3,8 @@
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import final
+from concurrent.futures import Future
+from typing import Any, TypeVar, final
 
 import zmq
 
@@ -12,11 +13,14 @@ from paceline.comm.servers.holding import Holding
 from paceline.comm.servers.line import Bell, BellAddress
 from paceline.comm.wire import Keys, Listener
 from paceline.errors import PeerLost
+from paceline.messages import Message
 from paceline.records import NullReporter, Reporter
 from paceline.server.chains import Chain
 from paceline.server.spec import ServerSpec
 
 POLL_S = 0.1
+_ERRAND_S = 20.0
+T = TypeVar("T")
 
 
 @final
@@ -54,6 +58,7 @@ class ParameterService:
         self._first = Holding(index=index, number=0, epoch=epoch, reporter=reporter, send=self._listener.send)
         self._holdings = [self._first]
         self._asked: dict[bytes, Holding] = {}  # by the identity of who asks, if that is not the first
+        self._errands: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._is_stopping = False
 
     @property
@@ -113,6 +118,29 @@ class ParameterService:
         self._changed.append(chain)
         self._bell.ring()
 
+    def part_with(self, worker: int) -> Message | None:
+        """As `ServerCore.part_with`, once all is done that the worker had asked; called from another thread, for the
+        one optimizer of a run."""
+        return self._sent_on_errand(lambda: self._first.core.part_with(worker))
+
+    def let_go(self, worker: int, last_push: Message | None) -> None:
+        """As `ServerCore.let_go`; called from another thread."""
+        self._sent_on_errand(lambda: self._first.let_go(worker, last_push))
+
+    def _sent_on_errand(self, errand: Callable[[], T]) -> T:
+        """What this gives when the loop has done it. Raises TimeoutError."""
+        future: Future[T] = Future()
+        self._errands.append((errand, future))
+        self._bell.ring()
+        return future.result(timeout=_ERRAND_S)
+
+    def _run_errands(self) -> None:
+        if self._errands:
+            self._handle_lines()
+        while self._errands:
+            errand, future = self._errands.popleft()
+            future.set_result(errand())
+
     def _add(self, holding: Holding, spec: ServerSpec) -> None:
         self._asked |= {holding.identity_of(rank): holding for rank in spec.rule.members.ranks}
         self._holdings.append(holding)
@@ -131,6 +159,7 @@ class ParameterService:
                         self._handle_socket()
                 for key_range, server, frames in self._next_copies.receive():
                     self._copies[key_range].handle_copy(server, frames)
+                self._run_errands()
                 while self._changed:
                     self._reform(self._changed.popleft())
                 for holding in self._holdings:

@@ -205,7 +205,7 @@ class ControlLine(Reporter):
         elif message.kind is Kind.CONTENT:
             self._content = b"".join(raw_bytes(frame) for frame in message.payload)
             self._loaded.set()
-        elif message.kind in (Kind.FORM, Kind.STATE):
+        elif message.kind in (Kind.FORM, Kind.STATE, Kind.LANES):
             if message.kind is Kind.FORM:
                 self.asked_to_give = ()  # who waits still is named anew
             self._answers.put({**message.body, "payload": message.payload})

@@ -175,7 +175,7 @@ class Controller:
                 self._files.begin(identity, str(message.body.get("name")), message.payload)
             elif message.kind is Kind.RESULT:
                 self.words.append((message.kind, {**message.body, "payload": message.payload}))
-            elif message.kind in (Kind.REPORT, Kind.GIFT, Kind.TAKE, Kind.RETIRED, Kind.SERVES, Kind.ENDS):
+            elif message.kind in (Kind.REPORT, Kind.GIFT, Kind.TAKE, Kind.RETIRED, Kind.SERVES, Kind.ENDS, Kind.LANE):
                 self.words.append((message.kind, message.body))
             elif message.kind is Kind.GOODBYE:
                 self.gone.add(identity)

@@ -29,6 +29,7 @@ class Newcomers:
         spec: what the run began with.
         program: as Ray keeps it.
         environment: variables that they are given.
+        may_join: whether the strategy lets any join.
         say: shows a line where the run was started.
     """
 
@@ -43,8 +44,10 @@ class Newcomers:
         spec: WorldSpec,
         program: Any,
         environment: Mapping[str, str],
+        may_join: bool,
         say: Callable[[str], None],
     ) -> None:
+        self._may_join = may_join
         self._elastic, self._survival, self._controller = elastic, survival, controller
         self._members, self._watch, self._say = members, watch, say
         self._spec, self._program, self._environment = spec, program, environment
@@ -97,6 +100,11 @@ class Newcomers:
         require_allowed(self._elastic, wanted)
         if not staying:
             raise UsageError("the run is about to end")
+        if not self._may_join and wanted > len(staying):
+            raise UsageError(
+                f"{len(staying)} workers train, and nobody can join under servers so far; start the run again, with "
+                f"--resume and --workers {wanted} where nobody has left"
+            )
         self._wanted, self._is_asked = wanted, True
         if not self._survival.has_begun:
             return f"{len(staying)} workers start; there are to be {wanted} once they train"

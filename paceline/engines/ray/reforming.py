@@ -18,7 +18,7 @@ from paceline.comm.file_sockets import OfferedFile, copy_file
 from paceline.comm.shared_memory.block import SharedBlock
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.shared_memory.descriptors import open_descriptor
-from paceline.elastic import Form, Member, Report, StaleEpoch
+from paceline.elastic import Form, Lane, LaneBatch, Member, Report, StaleEpoch
 from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.errors import DeadlineExceeded, PeerLost
 from paceline.membership import Membership
@@ -35,6 +35,7 @@ class Reforming:
 
     Args:
         collective: the present epoch's.
+        rank: this worker's, in the launcher's words.
         launcher: whose keys a state is given with to another host.
         host: the same for exactly those workers that can share memory.
         address: at which other hosts reach this one.
@@ -50,6 +51,7 @@ class Reforming:
         collective: Collective,
         launcher: LauncherAddress,
         *,
+        rank: int,
         host: str,
         address: str,
         store: Store,
@@ -59,12 +61,28 @@ class Reforming:
         joins: bool = False,
     ) -> None:
         self._line, self._collective, self._deadline_s, self._add = line, collective, deadline_s, add
+        self._rank = rank
         self._host, self._address, self._store, self._meet_within_s = host, address, store, meet_within_s
         self._keys, self._run_epoch = launcher.keys, launcher.epoch
         self._epoch, self._lost_epoch = 0, 0
         line.on_lost = self._lose
         self.joins = joins
         self._states = ExitStack()  # under way, until the others have gone on
+
+    def begin(self, rank: int, *, epoch: int) -> Lane | None:
+        said = self._line.ask(Kind.LANE, {"rank": rank, "begins": epoch})
+        return None if said["lane"] is None else Lane(*said["lane"])
+
+    def next_left_over(self, rank: int, *, epoch: int, none: LaneBatch | None = None) -> LaneBatch | None:
+        said = self._line.ask(Kind.LANE, {"rank": rank, "ended": epoch, "none": none})
+        return None if said["batch"] is None else LaneBatch(*said["batch"])
+
+    def lanes(self) -> Mapping[str, Any]:
+        said: Mapping[str, Any] = self._line.ask(Kind.LANE, {"rank": self._rank, "resumes": None})["lanes"]
+        return said
+
+    def resume(self, lanes: Mapping[str, Any]) -> None:
+        self._line.ask(Kind.LANE, {"rank": self._rank, "resumes": lanes})
 
     @property
     def asked_to_give(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import importlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import ray
@@ -15,7 +16,7 @@ from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.engines.ray.world_spec import ServerInfo, WorldSpec
 from paceline.engines.scripting import Outcome, outcome_of
 from paceline.layout import Layout
-from paceline.messages import Kind
+from paceline.messages import Kind, Message
 from paceline.server.chains import Chain, to_body
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec, ServerSpec
@@ -65,6 +66,14 @@ class ServerActor:
         finally:
             self._line.close()
 
+    def part_with(self, worker: int) -> Message | None:
+        """As `ParameterService.part_with`."""
+        return self._built.part_with(worker)
+
+    def let_go(self, worker: int, last_push: Message | None) -> None:
+        """As `ParameterService.let_go`."""
+        self._built.let_go(worker, last_push)
+
     def stop(self) -> None:
         self._built.stop()
 
@@ -98,6 +107,8 @@ def configure(
         )
         for pieces in ranges
     ]
+    if spec.config.elastic is not None:
+        specs = [replace(each, may_lend=False) for each in specs]
     if spec.chains is None:
         ray.get([server.configure.remote(own) for server, own in zip(servers, specs, strict=True)])
         return

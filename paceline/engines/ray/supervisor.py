@@ -1,6 +1,7 @@
 """One run from start to end: place the processes, watch them, and name who failed."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from paceline.engines.blame import Statement, judge
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts
 from paceline.engines.ray.job import Job
+from paceline.engines.ray.letting_go import LettingGo
 from paceline.engines.ray.liveness import MemoryKills, Watch
 from paceline.engines.ray.members import Members, actor_of, last_line
 from paceline.engines.ray.newcomers import Newcomers, require_allowed
@@ -49,6 +51,8 @@ class Supervisor:
 
     def __init__(self, job: Job, directory: Path, watcher: Watcher) -> None:
         self._job, self._directory, self._watcher = job, directory, watcher
+        traits = job.strategy.traits
+        self._traits = traits if job.config.elastic is None else traits.when_elastic
         self._members = Members()
         self._watch = Watch()
         self._controller = Controller(
@@ -64,6 +68,7 @@ class Supervisor:
         self._memory = MemoryKills()
         self._survival: Survival | None = None
         self._newcomers: Newcomers | None = None
+        self._letting_go: LettingGo | None = None
         self._takeover: Takeover | None = None
         self._desk = Desk(directory, self._answer)
         self._is_asked_to_stop = False
@@ -83,6 +88,8 @@ class Supervisor:
             self._start()
             self._attend()
             self._part()
+            if self._letting_go is not None:
+                self._letting_go.end()
             self._controller.event("ended")
         except KeyboardInterrupt:
             self._save_and_stop()
@@ -124,18 +131,29 @@ class Supervisor:
             job.num_at_start or job.num_workers,
         )
         program = ray.put(job.program)  # put once, fetched by each worker: a function may bring data along
-        elastic = job.config.elastic
+        elastic, letting_go = job.config.elastic, None
         if elastic is not None:
             elsewhere = {name for name, info in members.infos.items() if info.node_id != own_node_id()}
             if uses_cuda:
                 raise UsageError("--elastic is for workers on CPUs so far; leave it out, or use --device cpu")
+            if self._traits.outlives_workers:
+                if elsewhere:
+                    raise UsageError(
+                        "--elastic under servers is for one host so far: of what a worker elsewhere pushes, half may "
+                        "be lost with it; leave --elastic out, or --address"
+                    )
+                letting_go = self._letting_go = LettingGo(
+                    self._controller, members, num_workers=spec.size, say=self._say
+                )
             self._survival = Survival(
                 elastic,
                 self._controller,
                 membership=spec.membership,
-                deadline_s=job.config.deadline_s,
+                # Under servers the others may have many steps to go to where they meet; see `_require_steps`.
+                deadline_s=math.inf if letting_go is not None else job.config.deadline_s,
                 pids={name: info.pid for name, info in members.infos.items()},
                 elsewhere=elsewhere,
+                letting_go=letting_go,
                 say=self._say,
             )
             self._newcomers = Newcomers(
@@ -147,6 +165,7 @@ class Supervisor:
                 spec=spec,
                 program=program,
                 environment=job.environment,
+                may_join=letting_go is None,
                 say=self._say,
             )
             if self._wanted is not None:
@@ -210,7 +229,7 @@ class Supervisor:
                 self._take_over(self._takeover)
             if self._members.has_failure:
                 self._fail()
-            if not self._job.strategy.traits.lock_step:  # there every wait has its deadline
+            if not self._traits.lock_step:  # there every wait has its deadline
                 self._require_steps()
 
     def _say(self, line: str) -> None:
@@ -343,7 +362,7 @@ class Supervisor:
         raise judge(
             [self._statement(name) for name in members.actors],
             is_training=self._controller.progress.phase == "training",
-            is_synchronous=self._job.strategy.traits.lock_step,
+            is_synchronous=self._traits.lock_step,
             besides=self._memory.told_since(),
         )
 

@@ -10,6 +10,7 @@ from typing import Any, final
 
 from paceline.elastic import Coordinator, Elastic, Form, StaleEpoch
 from paceline.engines.ray.controller import Controller
+from paceline.engines.ray.letting_go import LettingGo
 from paceline.engines.ray.liveness import MemoryKills
 from paceline.engines.ray.reforming import report_of
 from paceline.errors import RunFailed
@@ -32,6 +33,7 @@ class Survival:
         deadline_s: how long the others may wait for one who does not come to its next exchange.
         pids: the workers' processes, by name.
         elsewhere: those on other hosts.
+        letting_go: has servers and the others' data go on without whoever is gone, where servers outlive workers.
         say: shows a line where the run was started.
     """
 
@@ -44,8 +46,10 @@ class Survival:
         deadline_s: float,
         pids: Mapping[str, int],
         elsewhere: Set[str],
+        letting_go: LettingGo | None = None,
         say: Callable[[str], None],
     ) -> None:
+        self._letting_go = letting_go
         self._elastic, self._controller, self._pids, self._say = elastic, controller, dict(pids), say
         self._elsewhere = set(elsewhere)
         self._coming: set[str] = set()  # started, and not ready yet
@@ -108,6 +112,8 @@ class Survival:
         num_steps = self._controller.num_steps.get(name, 0)
         self._controller.event("lost", name, process=self._pids.get(name), why=why, num_steps=num_steps, left=left)
         self._say(f"worker {rank} (process {self._pids.get(name)}) is lost: {why}; workers left: {left}")
+        if self._letting_go is not None:
+            self._letting_go.let_go(rank)
         self._send(form)
 
     def why(self, name: str) -> str:
@@ -131,6 +137,8 @@ class Survival:
                 self._hear_newcomer(body["rank"], epoch=body["epoch"])
             elif kind is Kind.RESULT:
                 self._hand_on_result(body)
+            elif kind is Kind.LANE and self._letting_go is not None:
+                self._letting_go.hear(body)
             elif kind is Kind.GIFT:
                 self._states.update(dict.fromkeys(body["to"], body["state"]))
                 self._hand_on_states()
@@ -142,6 +150,8 @@ class Survival:
                 self._say(f"worker {body['rank']} leaves; workers left: {len(self._coordinator.living) - 1}")
                 self._since_s = time.monotonic()
                 self.left.add(f"worker-{body['rank']}")
+                if self._letting_go is not None:
+                    self._letting_go.let_go(body["rank"])
                 self.end(f"worker-{body['rank']}")
 
     def _hear_report(self, body: Mapping[str, Any]) -> None:

@@ -193,6 +193,21 @@ class WorkerActor:
             ends.add(mailbox)
             return mailbox
 
+        reforming = None
+        if spec.config.elastic is not None and meeting_place is not None:
+            reforming = Reforming(
+                line,
+                collective,
+                launcher,
+                rank=rank,
+                host=me.node_id,
+                address=me.address,
+                store=meeting_place,
+                deadline_s=spec.config.deadline_s,
+                meet_within_s=spec.config.elastic.deadline_s,
+                add=ends.add,
+                joins=newcomer is not None,
+            )
         context = Context(
             rank=rank,
             membership=spec.membership,
@@ -203,20 +218,8 @@ class WorkerActor:
             store=store_of(0) if spec.servers else None,
             store_beside=store_of if spec.servers else None,
             connect_mailbox=connect_mailbox if spec.size > 1 else None,
-            reform=Reforming(
-                line,
-                collective,
-                launcher,
-                host=me.node_id,
-                address=me.address,
-                store=meeting_place,
-                deadline_s=spec.config.deadline_s,
-                meet_within_s=spec.config.elastic.deadline_s,
-                add=ends.add,
-                joins=newcomer is not None,
-            )
-            if spec.config.elastic is not None and meeting_place is not None
-            else None,
+            reform=reforming,
+            lane_keeper=reforming,
             num_at_start=spec.num_at_start,
         )
         restored = Checkpoint.decode(line.load_checkpoint(), where="the checkpoint") if spec.is_resumed else None

@@ -35,7 +35,7 @@ def share_out(
         UsageError: there are fewer samples than ranks.
     """
     for group in groups_of(batches, size=size, drop_last=drop_last):
-        yield _part(group, rank)
+        yield part_of(group, rank)
 
 
 def groups_of(batches: Iterable[Sequence[Any]], *, size: int, drop_last: bool = False) -> Iterator[Group]:
@@ -64,7 +64,8 @@ def _count(group: Group) -> int:
     return sum(len(batch) for batch in group)
 
 
-def _part(group: Group, rank: int) -> RankBatch:
+def part_of(group: Group, rank: int) -> RankBatch:
+    """One rank's part of a global batch."""
     return RankBatch(tuple(group[rank]), len(group[rank]) * len(group) / _count(group))
 
 

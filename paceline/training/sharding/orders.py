@@ -124,9 +124,9 @@ class Orders:
         """This rank's indices of an epoch."""
         return share_out(self._drawn(epoch), rank=self._rank, size=self._size, drop_last=self._drops_last)
 
-    def groups(self, epoch: int) -> Iterator[Group]:
-        """All ranks' indices of an epoch, by global batches."""
-        return groups_of(self._drawn(epoch), size=self._size, drop_last=self._drops_last)
+    def groups(self, epoch: int, *, size: int | None = None) -> Iterator[Group]:
+        """All ranks' indices of an epoch, by global batches. `size`: ranks, if these are not as many as at first."""
+        return groups_of(self._drawn(epoch), size=size or self._size, drop_last=self._drops_last)
 
     def parts(self, place: Place) -> Iterator[Part]:
         batches = itertools.islice(self.batches(place.epoch), place.num_batches_done, None)

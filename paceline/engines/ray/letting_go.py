@@ -1,0 +1,73 @@
+"""The launcher's half of an elastic run under servers: these go on without a worker that is gone, and the others do
+what it has not done of its data."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from paceline.elastic import Done, LaneBatch, Lanes
+from paceline.engines.ray.controller import Controller
+from paceline.engines.ray.members import Members
+from paceline.errors import RunFailed
+from paceline.messages import Kind
+
+_ANSWER_S = 20.0
+
+
+@final
+class LettingGo:
+    """Raises RunFailed where a server does not answer. One that has died ends the run elsewhere."""
+
+    def __init__(
+        self, controller: Controller, members: Members, *, num_workers: int, say: Callable[[str], None]
+    ) -> None:
+        """`say`: shows a line where the run was started."""
+        self._controller, self._members, self._say = controller, members, say
+        self._lanes = Lanes.first(num_workers)
+
+    def let_go(self, rank: int) -> None:
+        """This worker is gone. What some server has got of its last gradient, all are to have: then it counts, whole.
+        What it has done is known before servers go on, and so before anybody asks what is left."""
+        servers = list(self._members.servers.values())
+        pushes = self._ask([server.part_with.remote(rank) for server in servers])
+        last = max((push for push in pushes if push is not None), key=lambda push: push.clock, default=None)
+        done = Done(*last.body["done"]) if last is not None else Done()
+        self._lanes = self._lanes.gone(rank, done)
+        self._controller.event("let_go", f"worker-{rank}", **done._asdict())
+        self._ask([server.let_go.remote(rank, last) for server in servers])
+
+    def hear(self, body: Mapping[str, Any]) -> None:
+        """A worker asks for its lane, or for what is left to it; or for all there is, to keep or to set it."""
+        rank = body["rank"]
+        if "begins" in body:
+            self._lanes, lane = self._lanes.begin(rank, epoch=body["begins"])
+            self._controller.tell(f"worker-{rank}", Kind.LANES, lane=lane)
+        elif "ended" in body:
+            if body["none"] is not None:
+                self._lanes = self._lanes.is_none(rank, LaneBatch(*body["none"]))
+            self._lanes, batch = self._lanes.give(rank, epoch=body["ended"])
+            self._controller.tell(f"worker-{rank}", Kind.LANES, batch=batch)
+        else:
+            if body["resumes"] is not None:
+                self._lanes = Lanes.of_plain(body["resumes"])
+            self._controller.tell(f"worker-{rank}", Kind.LANES, lanes=self._lanes.plain)
+
+    def end(self) -> None:
+        """All have come to the end of their scripts: say what nobody has done."""
+        left = self._lanes.before(max(self._controller.epochs.values(), default=0))
+        if left:
+            self._controller.event("left_over", "run", batches=[each._asdict() for each in left])
+            self._say(
+                "nobody has trained on what workers that are gone have left: "
+                + ", ".join(f"in epoch {each.epoch}, of lane {each.lane}, from batch {each.number} on" for each in left)
+            )
+
+    def _ask(self, futures: list[Any]) -> list[Any]:
+        try:
+            return list(ray.get(futures, timeout=_ANSWER_S))
+        except GetTimeoutError:
+            raise RunFailed(f"servers do not answer for {_ANSWER_S:g} s, and a worker is gone") from None
+        except RayError:  # its process has ended, as the supervisor is about to see
+            return []

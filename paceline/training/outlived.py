@@ -1,0 +1,167 @@
+"""A worker's run under servers that outlive workers: its steps need no other worker, and only in pauses do all meet."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+from paceline.checkpoint import WorkerState
+from paceline.elastic import Done, Lanes, Member
+from paceline.errors import UsageError
+from paceline.strategies.base import Context, Synchronizer
+from paceline.strategies.regrouping import LaneKeeper
+from paceline.training.given import Given
+from paceline.training.sharding import Place
+from paceline.training.sharding.lane import LaneData, Reached
+from paceline.training.sharding.orders import Orders
+from paceline.training.surviving import repeated
+from paceline.training.worker_run import WorkerRun
+
+if TYPE_CHECKING:
+    from paceline.training.feeds import EachHandouts
+    from paceline.training.handouts import Handouts
+
+T = TypeVar("T")
+
+
+@final
+class Outlived:
+    """As `Surviving`: says with each push what it has done, so that others can do the rest."""
+
+    lacks_script = False
+
+    def __init__(self, run: WorkerRun) -> None:
+        self._run = run
+        self._member = Member(run.context.rank, run.context.membership)
+        self._data: LaneData | None = None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        run, samples, steps = self._run, 0, 0
+        if run.context.is_first and self._member.membership.epoch > 1:
+            lanes = Lanes.of_plain(self._keeper.lanes())
+            samples, steps = lanes.samples, lanes.steps
+        return run.samples + samples, run.steps + steps
+
+    def attach(self, given: Given, handouts: "Handouts | EachHandouts") -> None:
+        if len(given.optimizers) != 1 or len(given.loaders) != 1:
+            raise UsageError("--elastic takes one optimizer and one loader so far; leave --elastic out for several")
+
+    def deals(self, orders: Orders) -> LaneData:
+        context = self._run.context
+        if not orders.has_end:
+            raise UsageError("--elastic needs to know an epoch's samples; give the DataLoader a sampler with an end")
+        self._data = LaneData(orders, rank=context.rank, keeper=self._keeper)
+        return self._data
+
+    def done(self) -> Done:
+        """As `Context.done`."""
+        run, (feed,) = self._run, self._run.prepared.feeds.values()
+        reached = self._reached(feed.place)
+        return Done(feed.place.epoch, *reached, run.samples + feed.handouts.num_samples, run.steps + 1)
+
+    def require_between_rounds(self, place: str) -> None:
+        pass
+
+    def require_prepared_schedulers(self, given: dict[str, Any], optimizer: Any) -> None:
+        pass
+
+    def leaves(self) -> bool:
+        reform = self._run.context.reform
+        assert reform is not None
+        if not reform.is_asked_to_leave or self._run.has_ended:
+            return False
+        reform.leave(self._run.context.rank)  # and the launcher has the servers go on without it
+        return True
+
+    def enters(self) -> bool:
+        raise UsageError("under servers nobody joins so far (--elastic)")
+
+    def give(self, place: Place) -> None:
+        pass
+
+    def for_later(self, worker: WorkerState) -> WorkerState:
+        place = Place(worker.epoch, worker.num_batches_done, worker.stream)
+        return replace(worker, stream={"rank": self._run.context.rank, "reached": list(self._reached(place))})
+
+    def in_pause(self, worker: WorkerState) -> WorkerState:
+        if not self._run.context.is_first:
+            return worker
+        lanes = dict(self._keeper.lanes())
+        samples, steps = worker.samples + lanes["samples"], worker.steps + lanes["steps"]
+        return replace(worker, stream={**worker.stream, "lanes": lanes}, samples=samples, steps=steps)
+
+    def go_on_from(self, workers: Sequence[WorkerState], *, iteration: int) -> list[WorkerState]:
+        """With any number of workers, from what is left of the epochs that were begun."""
+        size, everyone = self._run.context.size, _done_by(workers)
+        lanes = Lanes.resumed(_lanes_of(workers), everyone, num_workers=size)
+        if self._run.context.is_first:
+            self._keeper.resume(lanes.plain)
+        begun = max(lanes.dealt, default=0)
+        epoch = begun if lanes.before(begun + 1) or not lanes.dealt else begun + 1
+        first, own = workers[0], [*workers[:size], *(workers[0],) * (size - len(workers))]
+        counts = [(each.samples, each.steps) for each in workers[:size]] + [(0, 0)] * (size - len(workers))
+        gone = workers[size:]
+        counts[0] = first.samples + sum(each.samples for each in gone), first.steps + sum(each.steps for each in gone)
+        return [
+            replace(each, epoch=epoch, num_batches_done=0, stream=None, samples=samples, steps=steps)
+            for each, (samples, steps) in zip(own, counts, strict=True)
+        ]
+
+    def share_script(self) -> None:
+        pass
+
+    def repeated(self, meet: Callable[[], T], part: Callable[[], None], synchronizer: Synchronizer) -> T:
+        return repeated(
+            meet,
+            part,
+            rejoin=lambda: synchronizer.rejoin(self._regroup()),
+            num_met=lambda: self._member.met,
+            end=self._end_meeting,
+        )
+
+    @property
+    def _keeper(self) -> LaneKeeper:
+        keeper = self._run.context.lane_keeper
+        assert keeper is not None
+        return keeper
+
+    def _reached(self, place: Place) -> Reached:
+        assert self._data is not None
+        return self._data.reached(place)
+
+    def _end_meeting(self) -> None:
+        self._member = self._member.with_meeting_ended()
+
+    def _regroup(self) -> Context:
+        """Wait for all who are left, however many steps these have to go until here."""
+        run = self._run
+        assert run.context.reform is not None
+        run.awaits_others = True
+        self._member, collective, local_rank, local_size = run.context.reform(self._member, tuple)
+        run.awaits_others = False
+        membership = self._member.membership
+        run.context = replace(
+            run.context, membership=membership, collective=collective, local_rank=local_rank, local_size=local_size
+        )
+        return run.context
+
+
+def _done_by(workers: Sequence[WorkerState]) -> dict[int, Done]:
+    """How far each of a checkpoint's workers was, by its rank; of one that was no elastic run under servers, all have
+    had their own lanes."""
+    found = {}
+    for rank, each in enumerate(workers):
+        if isinstance(each.stream, Mapping) and "reached" in each.stream:
+            found[each.stream["rank"]] = Done(each.epoch, *each.stream["reached"])
+        else:
+            found[rank] = Done(each.epoch, each.num_batches_done)
+    return found
+
+
+def _lanes_of(workers: Sequence[WorkerState]) -> Mapping[str, Any]:
+    first = workers[0]
+    if isinstance(first.stream, Mapping) and "lanes" in first.stream:
+        lanes: Mapping[str, Any] = first.stream["lanes"]
+        return lanes
+    epochs, ranks = [each.epoch for each in workers], tuple(range(len(workers)))
+    return Lanes(ranks, dict.fromkeys(range(min(epochs), max(epochs) + 1), ranks)).plain

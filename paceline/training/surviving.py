@@ -1,0 +1,102 @@
+"""What a worker's run asks where others come, leave and die, whatever its strategy."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from paceline.checkpoint import WorkerState
+from paceline.errors import PeerLost
+from paceline.strategies.base import Synchronizer
+from paceline.training.given import Given
+from paceline.training.sharding import Place
+from paceline.training.sharding.orders import Orders
+from paceline.training.sharding.part import Source
+
+if TYPE_CHECKING:
+    from paceline.training.feeds import EachHandouts
+    from paceline.training.handouts import Handouts
+
+T = TypeVar("T")
+
+
+class Surviving(Protocol):
+    """Raises UsageError where the script has what cannot be repeated or dealt anew."""
+
+    @property
+    def lacks_script(self) -> bool:
+        """This worker has joined with schedulers of where a round began that the others have ended."""
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Samples and batches that this worker says in a pause; all workers' add up to what the run was trained on."""
+
+    def attach(self, given: Given, handouts: "Handouts | EachHandouts") -> None:
+        """Look at what the script has prepared."""
+
+    def deals(self, orders: Orders) -> Source:
+        """What deals out the samples of the loader."""
+
+    def require_between_rounds(self, place: str) -> None:
+        """Raises UsageError in a round of several steps."""
+
+    def require_prepared_schedulers(self, given: dict[str, Any], optimizer: Any) -> None:
+        """Raises UsageError for a scheduler that would step where the optimizer does not."""
+
+    def leaves(self) -> bool:
+        """Whether this worker has been asked to leave, and has left."""
+
+    def enters(self) -> bool:
+        """Whether this worker, which joins, takes part from here on."""
+
+    def give(self, place: Place) -> None:
+        """Give this worker's state to those who wait for one, before the batch that comes from this place."""
+
+    def for_later(self, worker: WorkerState) -> WorkerState:
+        """What a checkpoint holds of this worker."""
+
+    def in_pause(self, worker: WorkerState) -> WorkerState:
+        """What the first one's has of all workers besides, as they are in this pause."""
+
+    def go_on_from(self, workers: Sequence[WorkerState], *, iteration: int) -> list[WorkerState]:
+        """A checkpoint has these. Returns what each worker of this run goes on from."""
+
+    def share_script(self) -> None:
+        """Whoever lacks it takes up what the first worker's script has moved on. Collective call in a pause."""
+
+    def repeated(self, meet: Callable[[], T], part: Callable[[], None], synchronizer: Synchronizer) -> T:
+        """What `meet` returns, which is called anew by those who are left when somebody dies in it.
+
+        Args:
+            part: has all wait until each has all of the meeting. If somebody dies in that, some may have gone on; then
+                all do.
+        """
+
+
+def repeated(
+    meet: Callable[[], T],
+    part: Callable[[], None],
+    *,
+    rejoin: Callable[[], None],
+    num_met: Callable[[], int],
+    end: Callable[[], None],
+) -> T:
+    """As `Surviving.repeated`.
+
+    Args:
+        rejoin: goes on with those who are left. Collective call of these.
+        num_met: meetings that are over.
+        end: notes that this one is.
+    """
+    before, is_whole = num_met(), True
+    found: list[T] = []
+    while True:
+        try:
+            if not is_whole:
+                rejoin()
+                is_whole = True
+            if num_met() == before:
+                found = [meet()]
+                part()
+                end()
+            return found[0]
+        except PeerLost:
+            is_whole = False

@@ -1,0 +1,161 @@
+"""Workers die or leave under parameter servers: the others train on, what was pushed counts whole or not at all, and
+what the gone have left of their data is trained on by others."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.checkpoint_files import from_newest, iteration_of
+from tests.distributed.harness import wait_until
+from tests.distributed.local import Listener
+from tests.distributed.test_elastic import (
+    SCRIPT,
+    of,
+    require_each_sample_once,
+    require_same_model,
+    trained,
+    undisturbed,
+)
+
+pytestmark = pytest.mark.ray
+# Before a worker waits for the answers of servers, which it has asked; and before it asks one.
+AFTER_ASKING = "paceline.comm.servers.sockets:SocketCarrier._receive_some"
+BEFORE_ASKING = "paceline.comm.servers.line:WorkerLine.send"
+
+
+def updates(out: Path) -> list[tuple[int, int, int]]:
+    """Server, worker and clock of each gradient that counted."""
+    rows = [row.split(",") for row in (out / "updates.csv").read_text().splitlines()[1:]]
+    return [(int(row[0]), int(row[2]), int(row[3])) for row in rows]
+
+
+def require_whole(out: Path, *, servers: int, gradients: int = 48) -> None:
+    """Each gradient counted on every server, once, and there are as many as there are batches."""
+    counted = Counter(updates(out))
+    assert set(counted.values()) == {1}
+    by_server = [{each[1:] for each in counted if each[0] == server} for server in range(servers)]
+    assert all(each == by_server[0] for each in by_server)
+    assert len(by_server[0]) == gradients
+
+
+def told_of(out: Path) -> dict[str, list[dict]]:
+    return {name: of(out, name) for name in ("lost", "let_go", "left_over", "refused")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ps-asp", "ps-ssp", "ps-bsp"])
+def test_a_worker_dies_in_backward(tmp_path: Path, ray_here: None, strategy: str) -> None:
+    out = trained(tmp_path, "--fail", "1:5:kill", "--step-s", 0.01, strategy=strategy, elastic="1:3")
+    told = told_of(out)
+    assert [event["who"] for event in told["lost"]] == ["worker-1"]
+    assert told["let_go"][0]["details"] == {
+        "epoch": 0, "own": 4, "length": 8, "left_over": 0, "samples": 16, "steps": 4,
+    }  # fmt: skip
+    assert not told["left_over"]
+    assert not told["refused"]
+    assert of(out, "reformed")[-1]["details"]["ranks"] == [0, 2]
+    require_each_sample_once(out)
+    require_whole(out, servers=1)
+    assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 192
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "faults", "gone"),
+    [
+        ("ps-bsp", ["--fail", "0:4:kill", "--fail", "2:9:kill"], [0, 2]),
+        ("ps-ssp", ["--fail-at", f"1:9:{AFTER_ASKING}"], [1]),
+        ("ps-bsp", ["--fail-at", f"1:16:{BEFORE_ASKING}"], [1]),
+        ("ps-asp", ["--fail-at", f"1:17:{BEFORE_ASKING}"], [1]),
+        ("ps-ssp", ["--fail", "1:5:stop"], [1]),
+        ("ps-asp", ["--fail", "1:5:segfault", "--loaders", 2], [1]),
+    ],
+    ids=["the first, then another", "having pushed", "asking one", "asking the other", "stopped", "with loaders"],
+)
+def test_whoever_dies_each_gradient_counts_whole(tmp_path: Path, ray_here: None, strategy, faults, gone) -> None:
+    given = [*faults, "--step-s", 0.02]
+    out = trained(tmp_path, *given, strategy=strategy, options={"servers": 2}, elastic="1:3", eval_every=20)
+    told = told_of(out)
+    assert sorted(event["who"] for event in told["lost"]) == [f"worker-{rank}" for rank in gone]
+    assert not told["left_over"]
+    require_whole(out, servers=2)
+    assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 192
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "faults", "gone"),
+    [
+        ("ps-asp", ["--fail-in-evaluation", 0], 0),
+        ("ps-asp", ["--fail-at", "1:3:paceline.training.pauses:Pauses.meet"], 1),
+        ("ps-bsp", ["--fail-at", "1:3:paceline.training.pauses:Pauses.part"], 1),
+    ],
+    ids=["evaluating", "coming to a pause", "at the end of one"],
+)
+def test_the_others_end_a_pause_in_which_one_dies(tmp_path: Path, ray_here: None, strategy, faults, gone) -> None:
+    out = trained(
+        tmp_path, *faults, "--step-s", 0.01, strategy=strategy, elastic="1:3", eval_every=8, checkpoint_every=8
+    )
+    assert [event["who"] for event in of(out, "lost")] == [f"worker-{gone}"]
+    assert not of(out, "left_over")
+    require_whole(out, servers=1)
+    require_each_sample_once(out)
+    assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 192
+
+
+@pytest.mark.slow
+def test_while_nobody_dies_a_run_is_the_static_one(tmp_path: Path, ray_here: None) -> None:
+    out = trained(tmp_path, strategy="ps-bsp", elastic="1:3")
+    require_same_model(out, undisturbed())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "workers"), [("ps-asp", 4), ("ps-bsp", 2)])
+def test_a_run_in_which_one_died_goes_on_with_any_number(tmp_path: Path, ray_here: None, strategy, workers) -> None:
+    given = ["--fail", "1:5:kill", "--epochs", 3, "--step-s", 0.02]
+    out = trained(tmp_path, *given, strategy=strategy, elastic="1:4", checkpoint_every=10, keep_checkpoints=9)
+    saved = sorted(filter(None, map(iteration_of, from_newest(out))))[1]
+    counted = sum(int(row.split(",")[1]) <= saved for row in (out / "updates.csv").read_text().splitlines()[1:])
+    again, log = tmp_path / "again", tmp_path / "log-again"
+    log.mkdir()
+    paceline.run(
+        SCRIPT,
+        strategy=strategy,
+        workers=workers,
+        elastic="1:4",
+        resume=out,
+        resume_from=saved,
+        out=again,
+        arguments=["--epochs", "3", "--log", str(log)],
+        watcher=Listener(),
+    )
+    assert json.loads((again / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 288
+    assert len(updates(again)) == 72 - counted
+    assert sum(len(path.read_text().splitlines()) for path in log.glob("rank-*")) == 72 - counted
+    assert len(of(again, "left_over")) == 0
+
+
+@pytest.mark.slow
+def test_a_worker_leaves_when_it_is_asked_to_and_nobody_joins(start, tmp_path: Path) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    log.mkdir()
+    command = start(
+        "run", SCRIPT, "--strategy", "ps-ssp", "--workers", 3, "--elastic", "1:4", "--out", out, "--",
+        "--log", log, "--step-s", 0.05, "--samples", 960, "--epochs", 1,
+    )  # fmt: skip
+    assert wait_until(lambda: (log / "rank-2").exists(), within_s=90)
+    more, fewer = start("scale", out, "--workers", 4), start("scale", out, "--workers", 2)
+    assert "nobody can join under servers so far" in more.wait()
+    assert "1 leave after their present step" in fewer.wait()
+    output = command.wait()
+    assert command.status == 0, output
+    assert of(out, "left")[0]["who"] == "worker-2"
+    assert not of(out, "left_over")
+    require_each_sample_once(out, epochs=1, samples=960)
+    require_whole(out, servers=1, gradients=240)
+    command.assert_nothing_left()

@@ -1,0 +1,113 @@
+"""Each batch of an epoch counts once, whoever goes when, as long as somebody is left to ask for it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.elastic import Done, Lane, LaneBatch, Lanes
+
+EPOCHS, BATCHES = 2, 12
+
+
+class Worker:
+    """Trains as its script does: lane by lane, and then what is left to it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.epoch, self.own, self.left_over, self.steps = rank, 0, 0, 0, 0
+        self.lane: Lane | None = None
+        self.has_begun = False
+        self.doing: tuple[int, int] | None = None
+        """A batch that is taken, and not done."""
+        self.is_left_over = False
+
+    @property
+    def length(self) -> int:
+        return 0 if self.lane is None else len(range(self.lane.lane, BATCHES, self.lane.size))
+
+    def take(self, lanes: Lanes) -> Lanes:
+        """The next batch, if there is one."""
+        if not self.has_begun:
+            lanes, self.lane = lanes.begin(self.rank, epoch=self.epoch)
+            self.has_begun, self.own = True, 0
+        if self.own < self.length:
+            assert self.lane is not None
+            self.doing, self.is_left_over = (self.epoch, self.own * self.lane.size + self.lane.lane), False
+            return lanes
+        while True:
+            lanes, batch = lanes.give(self.rank, epoch=self.epoch)
+            if batch is None:
+                self.epoch, self.own, self.has_begun = self.epoch + 1, 0, False
+                return lanes
+            index = batch.number * batch.size + batch.lane
+            if index < BATCHES:
+                self.doing, self.is_left_over = (batch.epoch, index), True
+                return lanes
+            lanes = lanes.is_none(self.rank, batch)
+
+    def commit(self, counted: Counter[tuple[int, int]]) -> None:
+        assert self.doing is not None
+        counted[self.doing] += 1
+        self.own, self.left_over = self.own + (not self.is_left_over), self.left_over + self.is_left_over
+        self.steps, self.doing = self.steps + 1, None
+
+    @property
+    def done(self) -> Done:
+        return Done(self.epoch, self.own, self.length if self.has_begun else -1, self.left_over, 0, self.steps)
+
+
+@given(st.data(), st.integers(1, 4))
+def test_each_batch_counts_once(data: st.DataObject, num_workers: int) -> None:
+    lanes, counted = Lanes.first(num_workers), Counter[tuple[int, int]]()
+    living = [Worker(rank) for rank in range(num_workers)]
+    left = num_workers - 1 if num_workers > 1 else 0
+    while any(worker.epoch < EPOCHS for worker in living):
+        training = [worker for worker in living if worker.epoch < EPOCHS]
+        worker = data.draw(st.sampled_from(training))
+        # Whoever goes when all others have come to their end has nobody to do the rest.
+        if left and len(training) > 1 and data.draw(st.integers(0, 9)) == 0:
+            lanes, left = lanes.gone(worker.rank, worker.done), left - 1
+            living.remove(worker)
+        elif worker.doing is None:
+            lanes = worker.take(lanes)
+        else:
+            worker.commit(counted)
+        lanes = Lanes.of_plain(json.loads(json.dumps(lanes.plain)))
+    undone = lanes.before(EPOCHS)
+    assert set(counted.values()) <= {1}
+    whole = {(epoch, index) for epoch in range(EPOCHS) for index in range(BATCHES)}
+    for epoch, index in whole - set(counted):
+        assert any(_has(each, epoch, index) for each in undone)
+    for each in lanes.back:
+        assert (each.epoch, each.number * each.size + each.lane) not in counted
+
+
+def _has(rest: LaneBatch, epoch: int, index: int) -> bool:
+    return rest.epoch == epoch and index % rest.size == rest.lane and index // rest.size >= rest.number
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 4))
+def test_a_resumed_run_does_what_was_left(data: st.DataObject, before: int, after: int) -> None:
+    lanes, counted = Lanes.first(before), Counter[tuple[int, int]]()
+    workers = [Worker(rank) for rank in range(before)]
+    for _ in range(data.draw(st.integers(0, 20))):
+        worker = data.draw(st.sampled_from(workers))
+        if worker.doing is not None:
+            worker.commit(counted)
+        elif worker.epoch < EPOCHS:
+            lanes = worker.take(lanes)
+    everyone = {worker.rank: worker.done for worker in workers}
+    lanes = Lanes.resumed(lanes.plain, everyone, num_workers=after)
+    workers = [Worker(rank) for rank in range(after)]
+    for worker in workers:
+        worker.epoch = max(lanes.dealt, default=0)
+    while any(worker.epoch < EPOCHS for worker in workers):
+        worker = data.draw(st.sampled_from([worker for worker in workers if worker.epoch < EPOCHS]))
+        if worker.doing is None:
+            lanes = worker.take(lanes)
+        else:
+            worker.commit(counted)
+    assert counted == Counter({(epoch, index): 1 for epoch in range(EPOCHS) for index in range(BATCHES)})

@@ -1,0 +1,86 @@
+"""A worker dies between any two messages: what it has pushed counts on all servers or on none, and nobody waits for
+it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.elastic import Done
+from paceline.membership import Membership
+from paceline.messages import Message
+from paceline.server.server_core import Send, Updated
+from tests.unit.test_server_protocol import EPOCH, RULES, Net, gradient
+
+STEPS = 4
+
+
+def let_go(net: Net, dead: int) -> Done:
+    """As the launcher does; how far it was."""
+    for way in [way for way in net.under_way if way[1] == dead]:
+        del net.under_way[way]
+    pushes = [server.part_with(dead) for server in net.servers]
+    last = max((push for push in pushes if push is not None), key=lambda push: push.clock, default=None)
+    for index, server in enumerate(net.servers):
+        for action in server.let_go(dead, last, 0.0):
+            if isinstance(action, Send) and action.to != dead:
+                net._put(False, action.to, index, action.message)
+            elif isinstance(action, Updated):
+                net.records += action.records
+    return Done() if last is None else Done(*last.body["done"])
+
+
+@pytest.mark.parametrize("name", ["bsp", "ssp", "asp"])
+@given(
+    randomness=st.integers(0, 2**32).map(random.Random),
+    num_workers=st.integers(2, 3),
+    num_servers=st.integers(1, 3),
+    dies_after=st.integers(0, 40),
+)
+def test_gradients_count_whole(
+    name: str, randomness: random.Random, num_workers: int, num_servers: int, dies_after: int
+) -> None:
+    members = Membership.first(num_workers)
+    beside = [[True] * num_servers for _ in range(num_workers)]
+    net = Net((RULES[name](members) for _ in range(num_servers)), beside, randomness=randomness, piece_bytes=1024)
+    dead, done = num_workers - 1, Done()
+    steps, is_asking, living = [0] * num_workers, [False] * num_workers, set(range(num_workers))
+    num_delivered = 0
+
+    def go_on() -> None:
+        for worker in living:
+            client = net.clients[worker]
+            if is_asking[worker] and client.is_done:
+                client.require_done()
+                client.reply()
+                is_asking[worker], steps[worker] = False, steps[worker] + 1
+            if not is_asking[worker] and steps[worker] < STEPS:
+                net.push(worker, gradient(worker, steps[worker]), done=Done(0, steps[worker] + 1))
+                is_asking[worker] = True
+
+    go_on()
+    while True:
+        if dead in living and num_delivered == dies_after:
+            living.discard(dead)
+            done = let_go(net, dead)
+            go_on()
+        ways = [way for way, queue in net.under_way.items() if queue]
+        if not ways:
+            break
+        way = randomness.choice(ways)
+        net.deliver(way, Message.decode(net.under_way[way].popleft(), epoch=EPOCH))
+        num_delivered += 1
+        go_on()
+    assert all(steps[worker] == STEPS for worker in living)
+    counted = [{(each.worker, each.clock) for each in net.records if each.server == s} for s in range(num_servers)]
+    assert all(each == counted[0] for each in counted)
+    if dead not in living:
+        assert {clock for worker, clock in counted[0] if worker == dead} == set(range(done.own))
+    net.ask(0, net.clients[0].pull())
+    net.run()
+    assert not net.errors
+    values = {round(float(value), 4) for tensor in net.views(0) for value in tensor.reshape(-1)}
+    assert len(values) == 1

@@ -380,12 +380,15 @@ class ServerCore:
             raise
 
     def _is_of_the_attempt(self, number: int, turn: _Turn, message: Message) -> bool:
-        """Whether an update under masks is of those that are in use; in its first piece it says so."""
+        """Whether an update under masks is of those that are in use, as its first piece says, and none of it comes after
+        its stage."""
         masked = self._masked
-        if masked is None or message.shard or turn.state != "open":
+        if masked is None or turn.state != "open":
             return True
         is_nothing = message.body.get("nothing") is True
-        return masked.is_of_it(message.body.get("attempt")) and (is_nothing or masked.takes(number))
+        if (is_nothing or message.shard == 0) and not masked.is_of_it(message.body.get("attempt")):
+            return False
+        return is_nothing or masked.takes(number)
 
     def _add_piece(self, number: int, turn: _Turn, message: Message) -> None:
         index, total = message.shard, self._update.num_bytes

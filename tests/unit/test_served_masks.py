@@ -416,3 +416,35 @@ def test_what_is_heard_is_what_was_said() -> None:
     message = said(UNMASKING, "attempt", secrets, gone=gone, number=7)
     assert heard(message) == (secrets, gone)
     assert bytes(raw_bytes(message.payload[0])) == b"abcdef"
+
+
+def test_an_update_whose_end_comes_after_its_stage_is_dropped() -> None:
+    run = Run()
+    for client in range(NUM_CLIENTS):
+        run.start(client)
+    after(run, is_at(VECTORS))
+    slow, *others = run.processes
+    for _ in range(20):
+        run.now_s += 1.0
+        for process in run.processes:
+            process.act(run.now_s)
+            if process is not slow:
+                process.train()
+            while process.sent:
+                run.hear(process)
+            while process.coming:
+                process.take(run.now_s)
+    slow.train()
+    run.hear(slow)
+    run.hear(slow)
+    run.now_s += DEADLINE_S
+    for process in (*others, slow):
+        run.core.receive(process.route, b"%d" % process.client, Message(Kind.PULSE, EPOCH).encode(), run.now_s)
+    run.serve()
+    assert run.core._masked is not None
+    assert run.core._masked.stage == UNMASKING
+    assert len(slow.sent) == 1
+    run.hear(slow)
+    run.calm(rounds=2)
+    assert sorted(run.counted[0]) == [1, 2, 3, 4]
+    assert sorted(run.counted[1]) == [0, 1, 2, 3, 4]

@@ -81,6 +81,11 @@ class Server:
         self._end("vectors", self._arrived)
         return {u: [u, *self._near(u, self._arrived)] for u in self._arrived}
 
+    def can_unmask(self) -> bool:
+        """Whether those whose vectors have arrived can undo all masks, if they stay."""
+        arrived = set(self._arrived)
+        return all(len(({u} | self._neighbours[u]) & arrived) >= self._threshold for u in self._sealed)
+
     # --- stage 4 ------------------------------------------------------------------------------------------------
 
     def receive_revealed(self, client: int, revealed: Revealed) -> None:

@@ -102,6 +102,11 @@ class MaskedRound:
         """Whether a client's vector is due."""
         return self.stage == VECTORS and client in self.awaited and not self.is_over
 
+    @property
+    def is_enough(self) -> bool:
+        """Whether those whose vectors have come are enough for a sum."""
+        return self._server.can_unmask()
+
     def take_vector(self, client: int, content: bytearray) -> None:
         self._server.receive_vector(client, np.frombuffer(content, dtype="<u4").astype(np.uint32))
         self._has_sent.add(client)

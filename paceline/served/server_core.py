@@ -187,7 +187,8 @@ class ServerCore:
                 client in here and self._turns[client].state in ("open", "arrived") for client in masked.awaited
             )
             if masked.stage == VECTORS:
-                is_enough = sum(turn.state == "arrived" for turn in self._turns.values()) >= self._num_needed
+                num_arrived = sum(turn.state == "arrived" for turn in self._turns.values())
+                is_enough = num_arrived >= self._num_needed and masked.is_enough
                 waits = waits and not is_enough and now_s < self._ends_s
             else:
                 waits = waits and now_s < self._stage_ends_s

@@ -60,6 +60,7 @@ class Process:
     core: ClientCore = field(default_factory=ClientCore)
     sent: list[list[Any]] = field(default_factory=list)
     coming: list[list[Any]] = field(default_factory=list)
+    masking: Masking = MASKING
 
     def act(self, now_s: float) -> None:
         if self.core.phase is Phase.WELCOMED:
@@ -67,7 +68,7 @@ class Process:
                 STATE,
                 WORDS,
                 samples=samples_of(self.client),
-                mask=lambda told, number: MaskedTurn(self.client, told, MASKING, round_number=number),
+                mask=lambda told, number: MaskedTurn(self.client, told, self.masking, round_number=number),
             )
         self.core.tick(now_s)
         self.flush()
@@ -90,15 +91,22 @@ class Process:
 class Run:
     """A server, and processes of its clients."""
 
-    def __init__(self, *, min_clients: int = NUM_CLIENTS) -> None:
+    def __init__(self, *, min_clients: int = NUM_CLIENTS, fraction: float = 1.0, over: float = 1.0) -> None:
         self.rules = Rules(
-            sampler=Uniform(), fraction=1.0, seed=0, min_clients=min_clients, deadline_s=DEADLINE_S, least=3
+            sampler=Uniform(),
+            fraction=fraction,
+            seed=0,
+            min_clients=min_clients,
+            deadline_s=DEADLINE_S,
+            over=over,
+            least=3,
         )
         self.now_s, self.number, self.num_routes = 0.0, 0, 0
         self.processes: list[Process] = []
         self.counted: dict[int, tuple[int, ...]] = {}
         self.log: list[str] = []
         self.seen: list[Message] = []
+        self.masking = MASKING
         self.restart()
 
     def restart(self) -> None:
@@ -110,7 +118,7 @@ class Run:
             update=WORDS,
             rules=self.rules,
             presence_s=PRESENCE_S,
-            mask=lambda weights, number: MaskedRound(weights, MASKING, number=number),
+            mask=lambda weights, number: MaskedRound(weights, self.masking, number=number),
         )
         self.is_open = False
         for process in self.processes:
@@ -119,7 +127,7 @@ class Run:
 
     def start(self, client: int) -> Process:
         self.num_routes += 1
-        self.processes.append(Process(client, b"route-%d" % self.num_routes))
+        self.processes.append(Process(client, b"route-%d" % self.num_routes, masking=self.masking))
         return self.processes[-1]
 
     def hear(self, process: Process) -> None:
@@ -448,3 +456,14 @@ def test_an_update_whose_end_comes_after_its_stage_is_dropped() -> None:
     run.calm(rounds=2)
     assert sorted(run.counted[0]) == [1, 2, 3, 4]
     assert sorted(run.counted[1]) == [0, 1, 2, 3, 4]
+
+
+def test_with_more_clients_than_needed_a_round_waits_for_as_many_as_undo_the_masks() -> None:
+    """Three are needed of five, and four of five have to stay for a sum."""
+    run = Run(fraction=0.6, over=1.7)
+    run.masking = replace(MASKING, threshold=0.8)
+    run.restart()
+    for client in range(NUM_CLIENTS):
+        run.start(client)
+    run.calm(rounds=3)
+    assert [len(run.counted[number]) for number in range(3)] == [4, 4, 4]

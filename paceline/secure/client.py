@@ -9,9 +9,11 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from paceline.secure.secrets import SECRET_BYTES, SecureError, Words, agreed, joined, mask, split
+from paceline.secure.secrets import SECRET_BYTES, SHARE_BYTES, SecureError, Words, agreed, joined, mask, split
 
-_NONCE_BYTES = 12
+_NONCE_BYTES, _TAG_BYTES = 12, 16
+SEALED_BYTES = _NONCE_BYTES + 2 * SHARE_BYTES + _TAG_BYTES
+"""Of the shares for one neighbour."""
 _ENCRYPTION, _MASK = "paceline secure aggregation: shares", "paceline secure aggregation: mask"
 
 

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 SECRET_BYTES = 32
 _PRIME = 2**521 - 1
-_SHARE_BYTES = 66
+SHARE_BYTES = 66
 Words = npt.NDArray[np.uint32]
 """A vector modulo 2^32."""
 
@@ -32,6 +32,11 @@ def agreed(own: X25519PrivateKey, theirs: bytes, purpose: str) -> bytes:
     return secret
 
 
+def require_key(public: bytes) -> None:
+    """Raises SecureError if nobody can agree on anything with this public key."""
+    agreed(X25519PrivateKey.generate(), public, "")
+
+
 def mask(seed: bytes, num_words: int) -> Words:
     """Pseudo-random words from a seed: AES-256 in counter mode."""
     encryptor = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor()
@@ -48,13 +53,13 @@ def split(secret: bytes, holders: list[int], *, threshold: int) -> dict[int, byt
             value = (value * x + coefficient) % _PRIME
         return value
 
-    return {holder: at(holder + 1).to_bytes(_SHARE_BYTES) for holder in holders}
+    return {holder: at(holder + 1).to_bytes(SHARE_BYTES) for holder in holders}
 
 
 def joined(shares: Mapping[int, bytes]) -> bytes:
     """The secret, from shares by their holders, at least the threshold of them. Raises SecureError for false ones."""
-    if any(len(share) != _SHARE_BYTES for share in shares.values()):
-        raise SecureError(f"refused shares of clients {sorted(shares)}: they are not of {_SHARE_BYTES} bytes")
+    if any(len(share) != SHARE_BYTES for share in shares.values()):
+        raise SecureError(f"refused shares of clients {sorted(shares)}: they are not of {SHARE_BYTES} bytes")
     total = 0
     for holder, share in shares.items():
         numerator = denominator = 1

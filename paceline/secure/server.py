@@ -5,8 +5,8 @@ from typing import Literal, final
 
 import numpy as np
 
-from paceline.secure.client import PublicKeys, Revealed, add_common_mask, key_of
-from paceline.secure.secrets import SecureError, Words, joined, mask
+from paceline.secure.client import SEALED_BYTES, PublicKeys, Revealed, add_common_mask, key_of
+from paceline.secure.secrets import SHARE_BYTES, SecureError, Words, joined, mask, require_key
 
 Stage = Literal["keys", "shares", "vectors", "unmasking"]
 _STAGES: tuple[Stage, ...] = ("keys", "shares", "vectors", "unmasking")
@@ -47,6 +47,10 @@ class Server:
 
     def receive_keys(self, client: int, keys: PublicKeys) -> None:
         self._accept("keys", client, allowed=self._neighbours, so_far=self._keys)
+        if keys in self._keys.values():
+            raise SecureError(f"client {client} has sent the keys of another one")
+        for key in keys:
+            require_key(key)
         self._keys[client] = keys
 
     def keys_for(self) -> dict[int, dict[int, PublicKeys]]:
@@ -60,6 +64,7 @@ class Server:
         self._accept("shares", client, allowed=self._keys, so_far=self._sealed)
         if set(sealed) != set(self._near(client, self._keys)):
             raise SecureError(f"client {client} has sent shares for {sorted(sealed)}, not for its neighbours")
+        _require_sizes(client, sealed, SEALED_BYTES)
         self._sealed[client] = sealed
 
     def shares_for(self) -> dict[int, dict[int, bytes]]:
@@ -93,6 +98,7 @@ class Server:
         near = {client, *self._near(client, self._sealed)}
         if set(revealed.seeds) != near & set(self._arrived) or set(revealed.keys) != near - set(self._arrived):
             raise SecureError(f"client {client} has revealed shares that it was not asked for")
+        _require_sizes(client, {**revealed.seeds, **revealed.keys}, SHARE_BYTES)
         self._revealed[client] = revealed
 
     def total(self) -> Words:
@@ -131,3 +137,9 @@ class Server:
         if len(left) < self._threshold:
             raise SecureError(f"{len(left)} clients are left after {stage}, and {self._threshold} must be")
         self._stage = _STAGES[min(_STAGES.index(stage) + 1, len(_STAGES) - 1)]
+
+
+def _require_sizes(client: int, given: Mapping[int, bytes], num_bytes: int) -> None:
+    """Raises SecureError for what would have others end the round."""
+    if any(len(each) != num_bytes for each in given.values()):
+        raise SecureError(f"client {client} has sent shares that are not of {num_bytes} bytes")

@@ -168,6 +168,14 @@ def test_false_messages_are_refused_and_change_nothing() -> None:
             server.receive_keys(client, all_ends.clients[0].advertise())
     with pytest.raises(SecureError, match="refused vectors from client 0"):
         server.receive_vector(0, given[0])
+    own = all_ends.clients[1].advertise()
+    for false_keys, why in (
+        (all_ends.clients[0].advertise(), "client 1 has sent the keys of another one"),
+        (own._replace(masks=bytes(32)), "refused a public key"),
+        (own._replace(messages=b"short"), "refused a public key"),
+    ):
+        with pytest.raises(SecureError, match=why):
+            server.receive_keys(1, false_keys)
     for u in range(1, 20):
         server.receive_keys(u, all_ends.clients[u].advertise())
     keys = server.keys_for()
@@ -175,6 +183,8 @@ def test_false_messages_are_refused_and_change_nothing() -> None:
         sealed = client.share(keys[u])
         with pytest.raises(SecureError, match="not for its neighbours"):
             server.receive_shares(u, {u: b""})
+        with pytest.raises(SecureError, match=f"client {u} has sent shares that are not of 160 bytes"):
+            server.receive_shares(u, {other: each[:-1] for other, each in sealed.items()})
         server.receive_shares(u, sealed)
     shares = server.shares_for()
     shares[1][0] = bytes(200)
@@ -190,7 +200,10 @@ def test_false_messages_are_refused_and_change_nothing() -> None:
     for u in arrived:
         with pytest.raises(SecureError, match="shares that it was not asked for"):
             server.receive_revealed(u, Revealed({u: b"x"}, {}))
-        server.receive_revealed(u, all_ends.clients[u].unmask(arrived[u]))
+        revealed = all_ends.clients[u].unmask(arrived[u])
+        with pytest.raises(SecureError, match=f"client {u} has sent shares that are not of 66 bytes"):
+            server.receive_revealed(u, Revealed(revealed.seeds, dict.fromkeys(revealed.keys, b"")))
+        server.receive_revealed(u, revealed)
     assert np.array_equal(server.total(), expected(given, set(range(20)) - {1}))
 
 

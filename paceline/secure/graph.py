@@ -14,14 +14,15 @@ class Parties(NamedTuple):
     """So many of a client and its neighbours undo its mask together."""
 
 
-def parties(clients: Sequence[int], *, num_neighbours: int | None, part: float, seed: int) -> Parties:
+def parties(clients: Sequence[int], *, num_neighbours: int | None, part: float, least: int, seed: int) -> Parties:
     """
     Args:
         num_neighbours: of each client, an even number; none, or more than there are: all others.
-        part: of a client and its neighbours that has to stay until the end.
+        part: of a client and its neighbours that has to stay until the end, but at least `least` of them, since fewer
+            do not hide one another.
     """
     degree = min(num_neighbours or len(clients), len(clients) - 1)
-    threshold = max((degree + 1) // 2 + 1, math.ceil(part * (degree + 1)))
+    threshold = max((degree + 1) // 2 + 1, math.ceil(part * (degree + 1)), min(least, degree + 1))
     return Parties(neighbours(clients, degree=degree, seed=seed), threshold)
 
 

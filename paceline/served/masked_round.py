@@ -42,6 +42,7 @@ class MaskedRound:
             self._clients,
             num_neighbours=masking.num_neighbours,
             part=masking.threshold,
+            least=masking.least,
             seed=masking.graph_seed(number),
         )
         self._server = Server(graph, threshold=threshold, num_elements=masking.num_elements)

@@ -12,7 +12,8 @@ from paceline.served.form import Refused
 from paceline.served.masking import KEYS, SHARES, UNMASKING, VECTORS, Masking, heard, said
 
 _KEY_BYTES = 32
-_MOST_CLIENTS = 1_000_000
+_NUMBERS = range(2**31)
+"""Of clients. Of others a single share could be the secret."""
 
 
 @final
@@ -30,16 +31,19 @@ class MaskedTurn:
 
     def __init__(self, number: int, told: Mapping[str, Any], masking: Masking, *, round_number: int) -> None:
         clients, attempt, factor = told.get("clients"), told.get("attempt"), told.get("factor")
-        if not isinstance(clients, list) or not masking.least <= len(set(clients)) == len(clients) <= _MOST_CLIENTS:
-            raise Refused(f"a turn under masks is for {masking.least} different clients or more")
-        if number not in clients or any(type(each) is not int for each in clients) or not isinstance(attempt, str):
+        if not isinstance(clients, list) or any(type(each) is not int or each not in _NUMBERS for each in clients):
             raise Refused("a turn under masks does not say who takes part in it")
+        if not masking.least <= len(set(clients)) == len(clients):
+            raise Refused(f"a turn under masks is for {masking.least} different clients or more")
+        if number not in clients or not isinstance(attempt, str):
+            raise Refused("a turn under masks is none of this client's")
         if not isinstance(factor, int | float) or not 0 < factor <= 1:
             raise Refused("a turn under masks does not say how much this client counts")
         graph, threshold = parties(
             sorted(clients),
             num_neighbours=masking.num_neighbours,
             part=masking.threshold,
+            least=masking.least,
             seed=masking.graph_seed(round_number),
         )
         label = masking.label(round_number, attempt)

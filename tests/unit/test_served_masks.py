@@ -393,6 +393,9 @@ def test_a_client_reveals_its_shares_once_whatever_it_is_asked() -> None:
         {"clients": [0, 1, 1], "attempt": "a", "factor": 1.0},
         {"clients": [1, 2, 3], "attempt": "a", "factor": 1.0},
         {"clients": [0, 1, "2"], "attempt": "a", "factor": 1.0},
+        {"clients": [0, 1, [2]], "attempt": "a", "factor": 1.0},
+        {"clients": [0, 1, 2, -1], "attempt": "a", "factor": 1.0},
+        {"clients": [0, 1, 2, 2**521 - 2], "attempt": "a", "factor": 1.0},
         {"clients": [0, 1, 2], "attempt": 4, "factor": 1.0},
         {"clients": [0, 1, 2], "attempt": "a", "factor": 0.0},
         {"clients": [0, 1, 2], "attempt": "a", "factor": 5.0},
@@ -467,3 +470,17 @@ def test_with_more_clients_than_needed_a_round_waits_for_as_many_as_undo_the_mas
         run.start(client)
     run.calm(rounds=3)
     assert [len(run.counted[number]) for number in range(3)] == [4, 4, 4]
+
+
+def test_no_sum_is_of_two_clients() -> None:
+    run = Run(min_clients=3)
+    run.masking = replace(MASKING, threshold=0.51)
+    run.restart()
+    for client in range(3):
+        run.start(client)
+    after(run, is_at(VECTORS))
+    del run.processes[0]
+    for client in (3, 4):
+        run.start(client)
+    run.calm(rounds=1)
+    assert sorted(run.counted[0]) == [1, 2, 3, 4]

@@ -101,6 +101,7 @@ class _Round:
             clients,
             num_neighbours=masks.neighbours,
             part=masks.threshold,
+            least=LEAST_CLIENTS,
             seed=derive(seed, "secure", "graph", round_number),
         )
         self._label = f"{seed} {round_number}"

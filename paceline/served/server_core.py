@@ -79,7 +79,6 @@ class _Client:
 
 @dataclass
 class _Turn:
-    times: int
     weight: float
     content: bytearray = field(default_factory=bytearray)
     scale: float = 1.0
@@ -144,23 +143,25 @@ class ServerCore:
             return False
         sizes = [self._clients[client].samples for client in present]
         fraction = min(1.0, rules.fraction * rules.over)
-        drawn = Counter(rules.sampler.draw(number, sizes=sizes, fraction=fraction, seed=rules.seed))
+        bound = int(rules.outweigh * statistics.median(sizes))
+        likely = [min(size, bound) for size in sizes]
+        drawn = Counter(rules.sampler.draw(number, sizes=likely, fraction=fraction, seed=rules.seed))
         self._num_needed = num_drawn(rules.fraction, len(present)) if rules.over > 1 else len(drawn)
         self._round, self._content, self._ends_s, self._is_open = number, content, now_s + rules.deadline_s, True
         self._turns, self._masked = {}, None
         self._num_said.clear()
         if len(drawn) < rules.least:
+            self._say(None, f"round {number} draws {len(drawn)} clients, who would not hide one another")
             return True
-        largest = rules.outweigh * statistics.median([sizes[place] for place in drawn]) if drawn else 0.0
+        counts = sizes if rules.weighs else [1] * len(sizes)
+        largest = rules.outweigh * statistics.median([counts[place] for place in drawn]) if drawn else 0.0
         for place, times in sorted(drawn.items()):
             client = present[place]
-            if sizes[place] > largest:
+            if counts[place] > largest:
                 self._say(client, f"says that it has {sizes[place]:,} samples; it counts as {largest:,.0f}")
-            self._turns[client] = _Turn(times, min(float(sizes[place]), largest))
+            self._turns[client] = _Turn(times * min(float(counts[place]), largest))
         if self._mask is not None:
-            weights = {
-                client: turn.times * (turn.weight if rules.weighs else 1.0) for client, turn in self._turns.items()
-            }
+            weights = {client: turn.weight for client, turn in self._turns.items()}
             self._masked, self._stage_ends_s = self._mask(weights, number), now_s + self._presence_s
         for client in self._turns:
             self._send(client, self._turn(client))
@@ -381,7 +382,7 @@ class ServerCore:
             raise
 
     def _is_of_the_attempt(self, number: int, turn: _Turn, message: Message) -> bool:
-        """Whether an update under masks is of those that are in use, as its first piece says, and none of it comes after
+        """Whether an update under masks is of those that are in use, as its first piece says, and does not come after
         its stage."""
         masked = self._masked
         if masked is None or turn.state != "open":
@@ -408,7 +409,7 @@ class ServerCore:
             if self._masked is not None:
                 self._masked.take_vector(number, turn.content)
             else:
-                self.arrivals.append(Arrival(number, turn.content, turn.weight * turn.times, turn.scale))
+                self.arrivals.append(Arrival(number, turn.content, turn.weight, turn.scale))
             turn.content = bytearray()
 
     # --- what is said -----------------------------------------------------------------------------------------

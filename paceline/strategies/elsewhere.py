@@ -14,7 +14,7 @@ class ClientUpdate(NamedTuple):
     client: int
     tensors: Sequence[Tensor]
     weight: float
-    """The samples that it says it has, within bounds."""
+    """The samples that it says it has, within bounds, or 1 where clients count alike; times how often it was drawn."""
     scale: float
     """How many steps it says that its change is worth: any positive number."""
 

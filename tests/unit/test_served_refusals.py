@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from paceline.messages import Kind, Message
+from paceline.roster import BySize
 from paceline.served.form import EPOCH, VERSION, Refused
 from tests.unit.served_run import (
     PIECE_BYTES,
@@ -76,10 +79,7 @@ def test_a_client_that_says_that_it_has_impossible_samples_is_refused(samples: A
 def test_a_client_counts_at_most_ten_times_as_much_as_the_median_one() -> None:
     run = Run()
     for client, samples in enumerate((10, 20, 10**9)):
-        route = b"route-%d" % client
-        run.core.receive(route, key_of(client), Message(Kind.JOIN, EPOCH, body={"version": VERSION}).encode(), 0.0)
-        body = {"samples": samples, "state": VECTOR.described(), "update": VECTOR.described()}
-        run.core.receive(route, key_of(client), Message(Kind.ATTACH, EPOCH, body=body).encode(), 0.0)
+        attach(run, client, samples=samples)
     assert run.core.open(0, state_of(0), 0.0)
     for client in range(3):
         content = bytes(update_of(client, 0))
@@ -89,6 +89,30 @@ def test_a_client_counts_at_most_ten_times_as_much_as_the_median_one() -> None:
                 b"route-%d" % client, key_of(client), piece(run, shard=index, payload=[part]).encode(), 0.0
             )
     assert [arrival.weight for arrival in run.core.arrivals] == [10.0, 20.0, 200.0]
+
+
+def attach(run: Run, client: int, *, samples: int) -> None:
+    route = b"route-%d" % client
+    run.core.receive(route, key_of(client), Message(Kind.JOIN, EPOCH, body={"version": VERSION}).encode(), 0.0)
+    body = {"samples": samples, "state": VECTOR.described(), "update": VECTOR.described()}
+    run.core.receive(route, key_of(client), Message(Kind.ATTACH, EPOCH, body=body).encode(), 0.0)
+
+
+@pytest.mark.parametrize("weighs", [True, False])
+def test_a_client_that_is_drawn_twice_counts_twice_and_no_claim_of_samples_has_it_drawn_always(weighs: bool) -> None:
+    run = Run()
+    run.rules = replace(run.rules, sampler=BySize(), weighs=weighs, outweigh=2.0)
+    run.restart()
+    for client, samples in enumerate((10, 10, 10**12)):
+        attach(run, client, samples=samples)
+    turns: Counter[int] = Counter()
+    for number in range(40):
+        assert run.core.open(number, state_of(number), 0.0)
+        turns.update(list(run.core._turns))
+        weights = [turn.weight for turn in run.core._turns.values()]
+        assert sum(weights) >= 30 if weighs else sum(weights) == 3
+        run.core.close(0.0)
+    assert min(turns.values()) >= 10
 
 
 @pytest.mark.parametrize("theirs", [[], None, "x", [["weight", "torch.float64", [2, 3]]], [["weight"]], [[1, 2, 3]]])

@@ -261,7 +261,7 @@ class ServerModel:
         self._joining.add(Contribution(client, weight, "gradient", [*scaled, *sent]))
 
     @torch.no_grad()
-    def _take(self, update: ClientUpdate, *, weighs: bool, round_number: int) -> None:
+    def _take(self, update: ClientUpdate, *, round_number: int) -> None:
         """What came from a client that is elsewhere. Raises ValueError, which says why, for what does not count."""
         device = self.parameters[0].device
         tensors = [tensor.to(device) for tensor in update.tensors]
@@ -278,20 +278,17 @@ class ServerModel:
                 raise ValueError("what it changed of buffers or controls is not finite")
         if self._hides:
             self._require_unchanged(rest)
-        weight = update.weight if weighs else 1.0
-        self._add(update.client, changes, rest, weight=weight, scale=update.scale, round_number=round_number)
-        self._scales.add(update.scale, weight=weight)
+        weight, scale = update.weight, update.scale
+        self._add(update.client, changes, rest, weight=weight, scale=scale, round_number=round_number)
+        self._scales.add(scale, weight=weight)
 
     @torch.no_grad()
-    def join(
-        self, *, round_number: int, num_clients: int, leaves: bool, weighs: bool, num_kept: int = 0
-    ) -> tuple[bool, bool]:
+    def join(self, *, round_number: int, num_clients: int, leaves: bool, num_kept: int = 0) -> tuple[bool, bool]:
         """Step with what the round's clients contributed. Collective call.
 
         Args:
             num_clients: that there are, of which those of a round are a part.
             leaves: this worker takes part in no further round.
-            weighs: clients count by their samples.
             num_kept: earlier rounds' models that the next one may ask for.
 
         Returns:
@@ -302,7 +299,7 @@ class ServerModel:
                 self._elsewhere.leave()
             return True, leaves or self._fetch(self._elsewhere)
         if self._clients is not None and not leaves:
-            take = partial(self._take, weighs=weighs, round_number=round_number)
+            take = partial(self._take, round_number=round_number)
             leaves = self._clients.collect(round_number, take)
             if leaves:
                 self._joining.clear()

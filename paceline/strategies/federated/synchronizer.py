@@ -230,7 +230,6 @@ class FederatedSynchronizer(Synchronizer):
             round_number=self.iteration,
             num_clients=num_clients,
             leaves=leaves,
-            weighs=self._strategy.weights == "samples",
             num_kept=self.iteration + 1 - self._roster.oldest(self.iteration + 1),
         )
         self._tell_late()

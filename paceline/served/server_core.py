@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from paceline.messages import FRAME_BYTES, Kind, Message, Raw, WireError, raw_bytes
 from paceline.roster import Sampler, num_drawn
 from paceline.served.form import EPOCH, MOST_SAMPLES, TRAINS, VERSION, Form, Refused, piece, pieces_of
-from paceline.served.masking import VECTORS
+from paceline.served.masking import UNMASKING, VECTORS
 
 if TYPE_CHECKING:
     from paceline.served.masked_round import MaskedRound, Sum
@@ -83,7 +83,7 @@ class _Turn:
     content: bytearray = field(default_factory=bytearray)
     scale: float = 1.0
     state: str = "open"
-    """Then `arrived`, and in the end `done`, `refused` or `gone`."""
+    """Then `arrived`, and in the end `done`, `refused`, `nothing` or `gone`."""
 
 
 @final
@@ -118,6 +118,8 @@ class ServerCore:
         self._turns: dict[int, _Turn] = {}
         self._round, self._content, self._ends_s, self._num_needed = -1, memoryview(b""), 0.0, 0
         self._is_open = self._has_ended = False
+        self.begins_again = False
+        """The round that was closed has no sum, and may have one with other clients."""
         self._num_said: Counter[int | None] = Counter()
         self._unknown: set[bytes] = set()
         self.outbox: list[tuple[bytes, Message]] = []
@@ -148,7 +150,7 @@ class ServerCore:
         drawn = Counter(rules.sampler.draw(number, sizes=likely, fraction=fraction, seed=rules.seed))
         self._num_needed = num_drawn(rules.fraction, len(present)) if rules.over > 1 else len(drawn)
         self._round, self._content, self._ends_s, self._is_open = number, content, now_s + rules.deadline_s, True
-        self._turns, self._masked = {}, None
+        self._turns, self._masked, self.begins_again = {}, None, False
         self._num_said.clear()
         if len(drawn) < rules.least:
             self._say(None, f"round {number} draws {len(drawn)} clients, who would not hide one another")
@@ -219,6 +221,11 @@ class ServerCore:
                 why = "was not needed any more in" if is_enough else "did not end its turn of"
                 where = "" if client in here else ": it is not there any more"
                 self._say(client, f"{why} round {self._round}{where}")
+        if (masked := self._masked) is not None:
+            may_differ = masked.stage == UNMASKING or any(
+                turn.state in ("open", "gone") for turn in self._turns.values()
+            )
+            self.begins_again = masked.failure is not None and may_differ
         self._is_open = False
         self._turns = {}
 
@@ -370,7 +377,7 @@ class ServerCore:
             self._send(number, self._received(number, self._round))
             return
         if message.body.get("nothing") is True:
-            turn.state = "gone"
+            turn.state = "nothing"
             self._say(number, f"has nothing for round {self._round}")
             self._send(number, self._received(number, self._round))
             return

@@ -61,6 +61,7 @@ class Process:
     sent: list[list[Any]] = field(default_factory=list)
     coming: list[list[Any]] = field(default_factory=list)
     masking: Masking = MASKING
+    diverges: bool = False
 
     def act(self, now_s: float) -> None:
         if self.core.phase is Phase.WELCOMED:
@@ -75,7 +76,8 @@ class Process:
 
     def train(self) -> None:
         if self.core.phase is Phase.TRAINING:
-            self.core.send_masked(vector_of(self.client, self.core.round))
+            vector = vector_of(self.client, self.core.round)
+            self.core.send_masked(vector * torch.nan if self.diverges else vector)
             self.flush()
 
     def flush(self) -> None:
@@ -148,6 +150,9 @@ class Run:
                 self.check_sum()
                 self.number += 1
             core.close(self.now_s)
+            if core.failure is not None and not core.begins_again:
+                self.counted[self.number] = ()
+                self.number += 1
         for route, message in core.outbox:
             for process in self.processes:
                 if process.route == route:
@@ -484,3 +489,16 @@ def test_no_sum_is_of_two_clients() -> None:
         run.start(client)
     run.calm(rounds=1)
     assert sorted(run.counted[0]) == [1, 2, 3, 4]
+
+
+def test_a_round_whose_turns_come_to_nothing_changes_nothing() -> None:
+    """It would come to nothing again."""
+    run = Run()
+    for client in range(NUM_CLIENTS):
+        run.start(client).diverges = client < 3
+    run.calm(rounds=1)
+    assert run.counted == {0: ()}
+    for process in run.processes:
+        process.diverges = False
+    run.calm(rounds=1)
+    assert sorted(run.counted[1]) == list(range(NUM_CLIENTS))

@@ -79,10 +79,11 @@ class ServedClients:
         while True:
             if self._collect(self._core, self._state, number, take):
                 return True
-            if self._core.failure is None:
-                break
-            self.tell(f"round {number} begins again, since it has no sum: {self._core.failure}")
-        return False
+            if self._core.failure is not None:
+                then = "begins again" if self._core.begins_again else "changes nothing"
+                self.tell(f"round {number} {then}, since it has no sum: {self._core.failure}")
+            if not self._core.begins_again:
+                return False
 
     def _collect(self, core: ServerCore, state: Form, number: int, take: Callable[[ClientUpdate], None]) -> bool:
         self._round = number

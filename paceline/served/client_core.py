@@ -94,7 +94,9 @@ class ClientCore:
         self._send_update()
 
     def send_masked(self, vector: Tensor) -> None:
-        """What the turn came to, 1-D, under this turn's masks."""
+        """What the turn came to, 1-D, under this turn's masks. Nothing, if it was given up meanwhile."""
+        if self.phase is not Phase.TRAINING:
+            return
         assert self._masked is not None
         try:
             content = self._masked.mask(vector)
@@ -236,6 +238,7 @@ class ClientCore:
     def _give_up(self, error: Exception) -> None:
         """The turn is not to go on: nothing of this client's is to be told apart."""
         self.log.append(f"this client takes no part in round {self.round}: {error}")
+        self._masked = None
         if self.phase in (Phase.FETCHING, Phase.SHARING, Phase.TRAINING):
             self.send_nothing()
 

@@ -502,3 +502,20 @@ def test_a_round_whose_turns_come_to_nothing_changes_nothing() -> None:
         process.diverges = False
     run.calm(rounds=1)
     assert sorted(run.counted[1]) == list(range(NUM_CLIENTS))
+
+
+def test_a_client_that_gives_up_while_it_trains_says_so_once_and_takes_its_next_turn() -> None:
+    """A server asks for shares before the vectors have come."""
+    run = Run()
+    for client in range(NUM_CLIENTS):
+        run.start(client)
+    after(run, lambda run: all(each.core.phase is Phase.TRAINING for each in run.processes))
+    asked = run.processes[0]
+    early = said(VECTORS, str(asked.core._attempt["attempt"]), dict.fromkeys(range(NUM_CLIENTS), b""), number=0)
+    for _ in range(2):
+        asked.core.receive(early, run.now_s)
+    asked.core.send_masked(vector_of(0, 0))
+    run.calm(rounds=2)
+    assert sorted(run.counted[0]) == [1, 2, 3, 4]
+    assert sorted(run.counted[1]) == list(range(NUM_CLIENTS))
+    assert sum("takes no part in round 0" in line for line in asked.core.log) == 1

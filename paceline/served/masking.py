@@ -13,8 +13,8 @@ from paceline.seeding import derive
 from paceline.served.form import EPOCH, Refused
 
 KEYS, SHARES, VECTORS, UNMASKING = 1, 2, 3, 4
-MOST_NEIGHBOURS = 6000
-"""Whose shares are one frame."""
+MOST_NEIGHBOURS = 1000
+"""Whose shares are one frame, and whose complete graph is 50 MB at each client."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from paceline.running import serving
         ("fed-avg:secure=masks:codec=random-k", {}, "leave codec out"),
         ("fed-avg:secure=masks:secure.lost=0.1", {}, "leave secure.lost out"),
         ("dp-fed-avg:secure=masks", {}, "use privacy=local"),
-        ("fed-avg:secure=masks:clients=100000:fraction=1", {}, "give secure.neighbours, at most 6,000"),
+        ("fed-avg:secure=masks:clients=100000:fraction=1", {}, "give secure.neighbours, at most 1,000"),
         ("fed-avg:clients=1", {}, "are never there"),
         ("dp-fed-avg", {"over": 1.5}, "more clients than epsilon is told for"),
     ],

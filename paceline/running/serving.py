@@ -20,7 +20,7 @@ from paceline.records import truncate
 from paceline.running import manifest, resuming
 from paceline.running.checks import check_metric
 from paceline.running.result import Result
-from paceline.served.server_core import Rules
+from paceline.served.rules import Rules
 from paceline.strategies import build, name_of
 from paceline.strategies.base import Strategy
 from paceline.training.pauses import MODEL_FILE

@@ -14,7 +14,7 @@ from paceline.served.form import EPOCH, Refused
 
 KEYS, SHARES, VECTORS, UNMASKING = 1, 2, 3, 4
 MOST_NEIGHBOURS = 1000
-"""Whose shares are one frame, and whose complete graph is 50 MB at each client."""
+"""Whose shares are one frame, and whose complete graph is 33 MB at each client."""
 
 
 @dataclass(frozen=True)

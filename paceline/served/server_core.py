@@ -3,14 +3,14 @@
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, final
 
 from paceline.messages import FRAME_BYTES, Kind, Message, Raw, WireError, raw_bytes
-from paceline.roster import Sampler, num_drawn
+from paceline.roster import num_drawn
+from paceline.served.clients import Arrival, Client, Said, Turn
 from paceline.served.form import EPOCH, MOST_SAMPLES, TRAINS, VERSION, Form, Refused, piece, pieces_of
 from paceline.served.masking import UNMASKING, VECTORS
+from paceline.served.rules import Rules
 
 if TYPE_CHECKING:
     from paceline.served.masked_round import MaskedRound, Sum
@@ -18,72 +18,6 @@ if TYPE_CHECKING:
 PRESENCE_S = 30.0
 """A client that has not been heard of for so long is not there."""
 _MOST_REFUSALS, _TOLD_REFUSALS, _MOST_SAID = 100, 3, 20
-
-
-class Said(NamedTuple):
-    """Something for the server's log."""
-
-    client: int | None
-    text: str
-
-
-class Arrival(NamedTuple):
-    """A whole update, not looked at yet."""
-
-    client: int
-    content: bytearray
-    weight: float
-    scale: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """What decides who takes part in a round, and until when."""
-
-    sampler: Sampler
-    fraction: float
-    seed: int
-    min_clients: int = 1
-    """So many have to be there before a round begins."""
-    deadline_s: float = 600.0
-    """A round lasts so long at most."""
-    outweigh: float = 10.0
-    """A client counts at most so many times as much as the median one of its round."""
-    over: float = 1.0
-    """So many times as many clients are drawn as are needed; a round ends with as many as are needed."""
-    weighs: bool = True
-    """Clients count by their samples."""
-    least: int = 1
-    """Fewer clients make no round."""
-
-    @property
-    def fewest(self) -> int:
-        """So many have to be there for one to begin."""
-        enough = next(present for present in count(1) if num_drawn(self.fraction, present) >= self.least)
-        return max(self.min_clients, enough)
-
-
-@dataclass
-class _Client:
-    route: bytes | None = None
-    """Of the process that has the ticket."""
-    heard_s: float = 0.0
-    samples: int = 0
-    is_attached: bool = False
-    num_refused: int = 0
-    counted: int = -1
-    """The last round in which an update of its counted."""
-    displaced: deque[bytes] = field(default_factory=lambda: deque(maxlen=8))
-    """Processes that had the ticket before another one came with it."""
-
-
-@dataclass
-class _Turn:
-    weight: float
-    content: bytearray = field(default_factory=bytearray)
-    scale: float = 1.0
-    state: str = "open"
-    """Then `arrived`, and in the end `done`, `refused`, `nothing` or `gone`."""
 
 
 @final
@@ -114,8 +48,8 @@ class ServerCore:
         self._masked: MaskedRound | None = None
         """The round, where updates come under masks."""
         self._stage_ends_s = 0.0
-        self._clients: dict[int, _Client] = {}
-        self._turns: dict[int, _Turn] = {}
+        self._clients: dict[int, Client] = {}
+        self._turns: dict[int, Turn] = {}
         self._round, self._content, self._ends_s, self._num_needed = -1, memoryview(b""), 0.0, 0
         self._is_open = self._has_ended = False
         self.begins_again = False
@@ -161,7 +95,7 @@ class ServerCore:
             client = present[place]
             if counts[place] > largest:
                 self._say(client, f"says that it has {sizes[place]:,} samples; it counts as {largest:,.0f}")
-            self._turns[client] = _Turn(times * min(float(counts[place]), largest))
+            self._turns[client] = Turn(times * min(float(counts[place]), largest))
         if self._mask is not None:
             weights = {client: turn.weight for client, turn in self._turns.items()}
             self._masked, self._stage_ends_s = self._mask(weights, number), now_s + self._presence_s
@@ -259,7 +193,7 @@ class ServerCore:
                 self._say(None, f"a message under the key {key.decode()} is refused: its ticket was revoked")
             self.outbox.append((route, _error("this ticket was revoked", fatal=True)))
             return
-        client = self._clients.setdefault(number, _Client())
+        client = self._clients.setdefault(number, Client())
         if client.num_refused >= _MOST_REFUSALS:
             return
         try:
@@ -271,7 +205,7 @@ class ServerCore:
             if client.num_refused == _MOST_REFUSALS:
                 self._say(number, f"{_MOST_REFUSALS} messages were refused; nothing of its is taken from here on")
 
-    def _take(self, number: int, client: _Client, route: bytes, message: Message, now_s: float) -> None:
+    def _take(self, number: int, client: Client, route: bytes, message: Message, now_s: float) -> None:
         if route in client.displaced:
             self.outbox.append((route, _error("another process has joined with the same ticket", fatal=True)))
             return
@@ -298,7 +232,7 @@ class ServerCore:
             raise Refused(f"{message.kind.name} is nothing that a client says")
         client.heard_s = now_s
 
-    def _join(self, number: int, client: _Client, route: bytes, message: Message) -> None:
+    def _join(self, number: int, client: Client, route: bytes, message: Message) -> None:
         if message.body.get("version") != VERSION:
             raise Refused(f"it speaks version {str(message.body.get('version'))[:20]} of the protocol, not {VERSION}")
         if client.route not in (None, route):
@@ -317,7 +251,7 @@ class ServerCore:
             turn.state = "gone" if turn.state == "open" else turn.state
         self._send(number, Message(Kind.OK, EPOCH, body={**self._welcome, "client": number}))
 
-    def _attach(self, number: int, client: _Client, message: Message) -> None:
+    def _attach(self, number: int, client: Client, message: Message) -> None:
         samples = message.body.get("samples")
         try:
             if type(samples) is not int or not 0 < samples <= MOST_SAMPLES:
@@ -388,7 +322,7 @@ class ServerCore:
             self._send(number, _error(str(error), number=self._round))
             raise
 
-    def _is_of_the_attempt(self, number: int, turn: _Turn, message: Message) -> bool:
+    def _is_of_the_attempt(self, number: int, turn: Turn, message: Message) -> bool:
         """Whether an update under masks is of those that are in use, as its first piece says, and does not come after
         its stage."""
         masked = self._masked
@@ -399,7 +333,7 @@ class ServerCore:
             return False
         return is_nothing or masked.takes(number)
 
-    def _add_piece(self, number: int, turn: _Turn, message: Message) -> None:
+    def _add_piece(self, number: int, turn: Turn, message: Message) -> None:
         index, total = message.shard, self._update.num_bytes
         if message.tensor_bytes != total:
             raise Refused(f"it announces an update of {message.tensor_bytes:,} bytes, not of {total:,}")

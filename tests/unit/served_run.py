@@ -15,7 +15,8 @@ from paceline.roster import Uniform
 from paceline.served import client_core, form, server_core
 from paceline.served.client_core import ClientCore, Phase
 from paceline.served.form import EPOCH, Form
-from paceline.served.server_core import Rules, ServerCore
+from paceline.served.rules import Rules
+from paceline.served.server_core import ServerCore
 
 NUM_CLIENTS = 3
 VECTOR = Form((TensorSpec("weight", (3, 2), torch.float64),))

@@ -17,7 +17,7 @@ from paceline.messages import Kind, Message
 from paceline.roster import Uniform
 from paceline.served.client_core import ClientCore, Phase
 from paceline.served.form import EPOCH
-from paceline.served.server_core import Rules
+from paceline.served.rules import Rules
 from tests.unit.served_run import (
     DEADLINE_S,
     NUM_CLIENTS,

@@ -26,7 +26,8 @@ from paceline.served.form import EPOCH, Form, Refused
 from paceline.served.masked_round import MaskedRound
 from paceline.served.masked_turn import MaskedTurn
 from paceline.served.masking import KEYS, SHARES, UNMASKING, VECTORS, Masking, heard, said
-from paceline.served.server_core import Rules, ServerCore
+from paceline.served.rules import Rules
+from paceline.served.server_core import ServerCore
 
 NUM_CLIENTS, NUM_ELEMENTS, CLIP = 5, 6, 8.0
 STATE = Form((TensorSpec("state", (2,), torch.float64),))

@@ -14,7 +14,8 @@ from paceline.layout import TensorSpec
 from paceline.records import EventRecord, Reporter, UpdateRecord
 from paceline.seeding import derive
 from paceline.served.form import Form
-from paceline.served.server_core import Rules, ServerCore
+from paceline.served.rules import Rules
+from paceline.served.server_core import ServerCore
 from paceline.strategies.elsewhere import ClientUpdate, Total
 from paceline.strategies.federated.secured import Masks
 

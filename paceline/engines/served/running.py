@@ -24,7 +24,7 @@ from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
 from paceline.records import EvaluationRecord, Record, summarise
 from paceline.seeding import derive
-from paceline.served.server_core import Rules
+from paceline.served.rules import Rules
 from paceline.strategies import name_of, settings_of
 from paceline.strategies.base import Context, Strategy
 from paceline.strategies.elsewhere import ClientsElsewhere, ServerElsewhere

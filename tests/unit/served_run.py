@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from paceline.layout import TensorSpec
 from paceline.messages import Message
@@ -44,6 +45,10 @@ def update_of(client: int, number: int) -> memoryview:
     return VECTOR.write([torch.full((3, 2), value_of(client, number), dtype=torch.float64)])
 
 
+def samples_of(client: int) -> int:
+    return 10 + client
+
+
 def key_of(client: int) -> bytes:
     return b"key-%d" % client
 
@@ -59,16 +64,23 @@ class Process:
     def act(self, now_s: float) -> None:
         """What its script does, and what its socket takes."""
         if self.core.phase is Phase.WELCOMED:
-            self.core.attach(VECTOR, VECTOR, samples=10 + self.client)
+            self.attach()
         self.core.tick(now_s)
         self.flush()
+
+    def attach(self) -> None:
+        self.core.attach(VECTOR, VECTOR, samples=samples_of(self.client))
 
     def train(self) -> None:
         if self.core.phase is Phase.TRAINING:
             number = int(VECTOR.read(self.core.state)[0][0, 0])
             assert number == self.core.round, "it trains from another round's state"
-            self.core.send(update_of(self.client, number), scale=1.0)
+            self.send(number)
             self.flush()
+
+    def send(self, number: int) -> None:
+        """What came of its turn in this round."""
+        self.core.send(update_of(self.client, number), scale=1.0)
 
     def flush(self) -> None:
         self.sent += [message.encode() for message in self.core.outbox]
@@ -83,9 +95,15 @@ class Process:
 class Run:
     """A server that lasts, or is killed and begins its round again, and processes of its clients."""
 
-    def __init__(self, *, min_clients: int = 1, over: float = 1.0, fraction: float = 1.0) -> None:
+    def __init__(self, *, min_clients: int = 1, over: float = 1.0, fraction: float = 1.0, least: int = 1) -> None:
         self.rules = Rules(
-            sampler=Uniform(), fraction=fraction, seed=0, min_clients=min_clients, deadline_s=DEADLINE_S, over=over
+            sampler=Uniform(),
+            fraction=fraction,
+            seed=0,
+            min_clients=min_clients,
+            deadline_s=DEADLINE_S,
+            over=over,
+            least=least,
         )
         self.now_s, self.number, self.num_routes = 0.0, 0, 0
         self.processes: list[Process] = []
@@ -96,24 +114,34 @@ class Run:
 
     def restart(self) -> None:
         """What was on its way to and from the server is lost; what it had of its round, too."""
-        keys = {key_of(client): client for client in range(NUM_CLIENTS)}
-        self.core = ServerCore(
-            client_of=lambda key: keys.get(key) if keys.get(key) not in self.revoked else None,
-            welcome={"strategy": "fed-avg"},
-            state=VECTOR,
-            update=VECTOR,
-            rules=self.rules,
-            presence_s=PRESENCE_S,
-        )
+        self.core = self.made_core()
         self.is_open = False
         self.accepted[self.number] = []
         for process in self.processes:
             process.sent.clear()
             process.coming.clear()
 
+    def made_core(self, *, update: Form = VECTOR, **settings: Any) -> ServerCore:
+        return ServerCore(
+            client_of=self.client_of,
+            welcome={"strategy": "fed-avg"},
+            state=VECTOR,
+            update=update,
+            rules=self.rules,
+            presence_s=PRESENCE_S,
+            **settings,
+        )
+
+    def client_of(self, key: bytes) -> int | None:
+        client = int(key.removeprefix(key_of(0)[:-1]))
+        return None if client in self.revoked else client
+
+    def made_process(self, client: int, route: bytes) -> Process:
+        return Process(client, route)
+
     def start(self, client: int) -> Process:
         self.num_routes += 1
-        process = Process(client, b"route-%d" % self.num_routes)
+        process = self.made_process(client, b"route-%d" % self.num_routes)
         self.processes.append(process)
         return process
 
@@ -127,17 +155,10 @@ class Run:
         core = self.core
         if not self.is_open:
             self.is_open = core.open(self.number, state_of(self.number), self.now_s)
-        while core.arrivals:
-            arrival = core.arrivals.popleft()
-            found = VECTOR.read(arrival.content)[0]
-            assert torch.equal(found, torch.full((3, 2), value_of(arrival.client, self.number), dtype=torch.float64))
-            core.accept(arrival.client)
-            self.accepted[self.number].append(arrival.client)
+        self.take_updates()
         if self.is_open and core.is_closed(self.now_s):
-            core.close(self.now_s)
-            drawn = self.accepted[self.number]
-            assert len(set(drawn)) == len(drawn), "a client counts twice"
-            self.is_open, self.number = False, self.number + 1
+            self.is_open = False
+            self.end_round()
         for route, message in core.outbox:
             for process in self.processes:
                 if process.route == route:
@@ -145,6 +166,65 @@ class Run:
         core.outbox.clear()
         self.log += [said.text for said in core.log]
         core.log.clear()
+
+    def take_updates(self) -> None:
+        while self.core.arrivals:
+            arrival = self.core.arrivals.popleft()
+            found = VECTOR.read(arrival.content)[0]
+            assert torch.equal(found, torch.full((3, 2), value_of(arrival.client, self.number), dtype=torch.float64))
+            self.accept(arrival.client)
+
+    def accept(self, client: int) -> None:
+        self.core.accept(client)
+        self.accepted[self.number].append(client)
+
+    def end_round(self) -> None:
+        self.core.close(self.now_s)
+        self.next_round()
+
+    def next_round(self) -> None:
+        drawn = self.accepted[self.number]
+        assert len(set(drawn)) == len(drawn), "a client counts twice"
+        self.number += 1
+
+    def play(self, actions: list[tuple[str, int]], rubbish: Callable[[Process], list[Any]]) -> None:
+        """What happens to the server, and to the process of that number."""
+        for name, number in actions:
+            process = self.processes[number % len(self.processes)] if self.processes else None
+            if name == "start":
+                self.start(number)
+            elif name == "wait":
+                self.now_s += number
+                self.serve()
+            elif name == "restart":
+                self.restart()
+            elif process is not None:
+                self._happens_to(process, name, rubbish)
+
+    def _happens_to(self, process: Process, name: str, rubbish: Callable[[Process], list[Any]]) -> None:
+        if name in ("go", "act"):
+            process.act(self.now_s)
+        if name in ("go", "train"):
+            process.train()
+        if name == "go":
+            while process.sent:
+                self.hear(process)
+            while process.coming:
+                process.take(self.now_s)
+        elif name == "hear":
+            self.hear(process)
+        elif name == "take":
+            process.take(self.now_s)
+        elif name == "kill":
+            self.processes.remove(process)
+        elif name == "leave":
+            process.core.leave()
+            process.flush()
+        elif name == "cut":
+            cut(process)
+        elif name == "rubbish":
+            self.core.receive(process.route, key_of(process.client), rubbish(process), self.now_s)
+            self.serve()
 
     def check_counted(self, process: Process) -> None:
         """When its turn begins, a client knows of the round before whether its update counted."""
@@ -170,6 +250,18 @@ class Run:
             if self.number >= goal:
                 return
         raise AssertionError(f"round {self.number} does not end: {[process.core.phase for process in self.processes]}")
+
+
+def actions_among(num_clients: int) -> st.SearchStrategy[list[tuple[str, int]]]:
+    """For `Run.play`."""
+    of_processes = ["go", "go", "go", "act", "train", "hear", "take", "kill", "leave", "cut", "rubbish"]
+    each = st.one_of(
+        st.tuples(st.just("start"), st.integers(0, num_clients - 1)),
+        st.tuples(st.sampled_from(of_processes), st.integers(0, 2 * num_clients - 1)),
+        st.tuples(st.just("wait"), st.sampled_from([1, 10, 50])),
+        st.tuples(st.just("restart"), st.just(0)),
+    )
+    return st.lists(each, max_size=20 * num_clients)
 
 
 def attached(run: Run, client: int = 0) -> Process:

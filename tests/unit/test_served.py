@@ -26,6 +26,7 @@ from tests.unit.served_run import (
     VECTOR,
     Process,
     Run,
+    actions_among,
     attached,
     cut,
     key_of,
@@ -42,62 +43,15 @@ def test_clients_that_stay_all_count_in_every_round() -> None:
     assert [sorted(run.accepted[number]) for number in range(5)] == [[0, 1, 2]] * 5
 
 
-ACTIONS = st.one_of(
-    st.tuples(st.just("start"), st.integers(0, NUM_CLIENTS - 1)),
-    st.tuples(
-        st.sampled_from(["go", "go", "go", "act", "train", "hear", "take", "kill", "leave", "cut", "rubbish"]),
-        st.integers(0, 5),
-    ),
-    st.tuples(st.just("wait"), st.sampled_from([1, 10, 50])),
-    st.tuples(st.just("restart"), st.just(0)),
-)
-
-
 @settings(deadline=None)
-@given(actions=st.lists(ACTIONS, max_size=60), over=st.sampled_from([1.0, 2.0]), rubbish=st.binary(max_size=80))
+@given(actions=actions_among(NUM_CLIENTS), over=st.sampled_from([1.0, 2.0]), rubbish=st.binary(max_size=80))
 def test_whatever_happens_rounds_go_on_and_nobody_counts_twice(
     actions: list[tuple[str, int]], over: float, rubbish: bytes
 ) -> None:
     run = Run(over=over, fraction=1.0 / over)
     for client in range(NUM_CLIENTS):
         run.start(client)
-    for name, number in actions:
-        process = run.processes[number % len(run.processes)] if run.processes else None
-        if name == "start":
-            run.start(number)
-        elif name == "wait":
-            run.now_s += number
-            run.serve()
-        elif name == "restart":
-            run.restart()
-        elif process is None:
-            continue
-        elif name == "go":
-            process.act(run.now_s)
-            process.train()
-            while process.sent:
-                run.hear(process)
-            while process.coming:
-                process.take(run.now_s)
-        elif name == "act":
-            process.act(run.now_s)
-        elif name == "train":
-            process.train()
-        elif name == "hear":
-            run.hear(process)
-        elif name == "take":
-            process.take(run.now_s)
-        elif name == "kill":
-            run.processes.remove(process)
-        elif name == "leave":
-            process.core.leave()
-            process.flush()
-        elif name == "cut":
-            process.sent.clear()
-            process.coming.clear()
-        elif name == "rubbish":
-            run.core.receive(process.route, key_of(process.client), [rubbish[:56], rubbish[56:]], run.now_s)
-            run.serve()
+    run.play(actions, lambda process: [rubbish[:56], rubbish[56:]])
     run.processes = [each for each in run.processes if each.core.phase is not Phase.OVER]
     run.start(0)
     run.calm(rounds=4)

@@ -1,5 +1,6 @@
 """Hears of a script's calls of its models, and of parts of these where it calls them by themselves."""
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
@@ -10,6 +11,12 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.hooks import OwnHook
 from paceline.training.sharding.contents import tensors_in
+
+
+class _Depth(threading.local):
+    """Of the calls that are under way in this thread: another one, which reads batches, may listen anew meanwhile."""
+
+    count = 0
 
 
 @final
@@ -31,11 +38,12 @@ class Calls:
         self._models, self._on_inputs, self._on_output = models, on_inputs, on_output
         self._hooks: list[RemovableHandle] = []
         self._of_parts: list[RemovableHandle] = []
-        self._depth = 0
+        self._depth = _Depth()
 
     def listen(self, *, to_parts: bool) -> None:
-        """Tell calls of models from here on, and those of their parts, or these no longer; none is under way."""
-        self._depth = 0
+        """Tell calls of models from here on, and those of their parts, or these no longer; none is under way in this
+        thread."""
+        self._depth.count = 0
         if not self._hooks:
             for model in self._models:
                 self._hooks += self._hooked(model, is_part=False)
@@ -59,15 +67,15 @@ class Calls:
     def _begin(self, is_part: bool, _: nn.Module, arguments: Any, settings: Any) -> None:
         if is_transformed():
             return
-        self._depth += 1
-        if self._depth == 1:
+        self._depth.count += 1
+        if self._depth.count == 1:
             self._on_inputs(is_part, tensors_in([arguments, settings]))
 
     def _end(self, _: nn.Module, __: Any, output: Any) -> None:
-        if is_transformed():
+        if is_transformed() or not self._depth.count:  # it had begun before anybody listened
             return
-        self._depth -= 1
-        if self._depth == 0:
+        self._depth.count -= 1
+        if self._depth.count == 0:
             self._on_output(output)
 
 

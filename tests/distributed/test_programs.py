@@ -177,6 +177,7 @@ def hears_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.timeout(900)  # tests with a network of their own take turns
 def test_a_program_is_on_its_askers_host(hosts: Network, tmp_path: Path) -> None:
     host = hosts.hosts[0]
     (tmp_path / "script.py").write_text("import os, socket\nprint(os.sched_getaffinity(0), socket.if_nameindex())\n")

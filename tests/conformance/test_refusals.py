@@ -109,7 +109,7 @@ def clip_always(worker: Worker, out: Path) -> None:
 
 
 def test_backup_workers_have_no_mean_gradient_to_change(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="under ps-bsp with backup_workers or --elastic there is no mean gradient to change"):
+    with pytest.raises(RunFailed, match="under ps-bsp with backup_workers or --elastic there is no mean gradient"):
         ROW["ps-bsp-backup"].run(clip_always, tmp_path)
 
 

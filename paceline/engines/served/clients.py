@@ -127,11 +127,9 @@ class ServedClients:
     def total(self, vectors: Mapping[int, tuple[float, Tensor]], *, round_number: int) -> Total:
         """Of the round that was collected last."""
         found = self._core.sum if self._core is not None else None
-        return (
-            Total(found.vector, found.weight, len(found.clients))
-            if found is not None
-            else Total(torch.zeros(0), 0.0, 0)
-        )
+        if found is None:
+            return Total(torch.zeros(0), 0.0, 0)
+        return Total(found.vector, found.weight, len(found.clients))
 
     def tell(self, text: str) -> None:
         self._say(None, text)

@@ -19,9 +19,9 @@ from paceline.server.tables.spec import RowGradients, TableSpec, are_different
 from paceline.server.tables.storage import InMemory, Storage
 
 _SAVED_BYTES = 1 << 24
-_LOOKS = (
-    8  # at all rows, to evict some, in as many updates as a row stays without one; and the part that goes at a time
-)
+_LOOKS = 8
+"""So often a table looks at all rows while one may stay without an update; where there are too many rows, one in so
+many goes at a time."""
 _ROWS, _LAST, _COUNT, _UPDATES, _SEED = "rows", "last", "count", "updates", "seed"
 
 

@@ -20,7 +20,8 @@ from paceline.strategies.looks import Window
 from paceline.strategies.server_owned import ServerOwned
 from paceline.strategies.untouched import Untouched
 from paceline.training import agreement, divisors
-from paceline.training.handouts import Handouts
+from paceline.training.full_batches import FullBatches
+from paceline.training.kept_batches import Copies
 from paceline.training.same_gradients import SameGradients
 
 OPTIMIZERS = sys.modules[torch.optim.Optimizer.__module__]
@@ -46,7 +47,8 @@ CHECKS: tuple[tuple[Any, str, Any], ...] = (
     (serving, "next_look", lambda step: step + 1),
     *((SameGradients, name, nothing) for name in ("begin", "hand_out", "_take", "close")),
     (divisors, "_divisors_in", lambda roots: []),
-    (Handouts, "_require_all_samples", nothing),
+    (FullBatches, "require", nothing),
+    (Copies, "add", nothing),
     (agreement, "digest", lambda tensors: ""),
     (agreement, "settings_of", lambda optimizer: ()),
 )

@@ -105,3 +105,9 @@ def test_predictions_are_judged_on_cells_that_nothing_was_fitted_to(imported: An
     assert [line.split(" is ")[0] for line in prediction.missed(off, cells)] == ["the median error", "the worst error"]
     unknown = [replace(rows[0], predicted_s=math.nan), *rows[2:]]
     assert prediction.missed(unknown, cells) == [f"2 of {len(cells)} cells have no number"]
+
+
+def test_checks_that_the_hot_path_counts_are_those_of_the_package(imported: Any) -> None:
+    checks = imported("hot_path_checks")
+    with checks.Spent().counted(), checks.unchecked():
+        pass

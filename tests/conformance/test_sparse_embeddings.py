@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline.errors import RunFailed
 from paceline.training.worker import Worker
 from tests.conformance import local_engine, virtual_engine
-from tests.conformance.factors import ENGINES, SLOW
+from tests.conformance.factors import ENGINES, SLOW, Factors, ratings, rows_of, step, tables
+from tests.conformance.factors import NUM_ITEMS as NUM_RATED
 from tests.conformance.reference import Reference
 from tests.conformance.rows import keep, kept, launched
 
@@ -277,3 +278,52 @@ def train_tied(worker: Any) -> nn.Module:
         nn.functional.cross_entropy(model(keys) @ model.weight.T, keys).backward()
         updater.step()
     return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp:servers=2"])
+def test_a_row_that_is_not_finite_leaves_the_step_out_on_all_workers(strategy: str, tmp_path: Path) -> None:
+    training = partial(launched, overflow, tmp_path)
+    options = {"nonfinite": "skip"}
+    virtual_engine.run(training, strategy=strategy, workers=2, out=tmp_path / "run", options=options)
+    weights = [kept(tmp_path, f"weight-{rank}") for rank in range(2)]
+    assert torch.equal(*weights)
+    torch.testing.assert_close(weights[0], kept(tmp_path, "wanted"))
+
+
+def overflow(worker: Worker, out: Path) -> None:
+    """Each key comes once, so that each row but those of the second step is halved once."""
+    model: Any = nn.Embedding(40, 2, sparse=True, _weight=torch.ones(40, 2))
+    loader: Any = DataLoader(TensorDataset(torch.arange(40)), batch_size=5)
+    model, updater, loader = worker.prepare(model, SGD(model.parameters(), lr=0.5), loader)
+    wanted = torch.ones(40, 2)
+    for number, (keys,) in enumerate(loader):
+        updater.zero_grad()
+        factor = float("inf") if number == 1 and worker.rank == 1 else 10.0  # both workers' batches are ten keys
+        (model(keys).square().sum(dim=1) / 2 * factor).mean().backward()
+        updater.step()
+        if number != 1:
+            everyone = torch.zeros(40)
+            everyone[keys] = 1.0
+            worker.all_reduce(everyone)
+            wanted[everyone > 0] = 0.5
+    keep(out, f"weight-{worker.rank}", model.weight.detach())
+    keep(out, "wanted", wanted)
+
+
+def test_beside_a_table_of_rows(tmp_path: Path) -> None:
+    found = []
+    for strategy in ("single", "ps-asp:servers=2"):
+        out = tmp_path / strategy.partition(":")[0]
+        out.mkdir()
+        virtual_engine.run(partial(launched, factorise, out), strategy=strategy, workers=1, out=out / "run")
+        found.append({"items": kept(out, "items"), **rows_of(out)})
+    assert_same(found[1], found[0])
+
+
+def factorise(worker: Worker, out: Path) -> None:
+    model: Any = Factors(tables("adagrad:lr=0.3").users, nn.Embedding(NUM_RATED, DIM, sparse=True, dtype=torch.float64))
+    loader: Any = DataLoader(ratings(), batch_size=BATCH)
+    model, updater, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader)
+    for batch in loader:
+        step(model, updater, batch)
+    keep(out, "items", model.items.weight.detach())

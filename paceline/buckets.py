@@ -69,6 +69,7 @@ class GradientBuckets:
         buffer: uint8 tensor of `layout.num_bytes`, on the parameters' device.
         on_bucket: called with a bucket's index once its gradients are final on this worker and lie in it, in the
             layout's order, when the next gradient is computed or the backward pass ends.
+        apart: places of parameters that the layout gives no room, whose gradients stay as backward leaves them.
         on_backward_end: called when a backward pass ends, after every bucket has been announced.
     """
 
@@ -78,11 +79,13 @@ class GradientBuckets:
         layout: Layout,
         buffer: Tensor,
         *,
+        apart: frozenset[int] = frozenset(),
         on_bucket: Callable[[int], None] | None = None,
         on_backward_end: Callable[[], None] | None = None,
     ) -> None:
         self.layout = layout
         self.parameters = list(parameters)
+        self._apart = apart
         self.views = list(map(_in_own_storage, layout.views(buffer)))
         self._storages = [view.untyped_storage() for view in self.views]
         self._places = [view.data_ptr() for view in self.views]
@@ -123,14 +126,14 @@ class GradientBuckets:
         """Put gradients in place as if a backward pass had computed them: those of a bucket of the same layout."""
         self.buckets[bucket].values.copy_(values)
         for index, is_used in zip(self._indices[bucket], used, strict=True):
-            self.parameters[index].grad = self.views[index] if is_used else None
+            self._put(index, is_used=is_used > 0)
 
     def find_unused(self) -> str | None:
-        """Adopt all gradients; the name of a parameter that has none."""
+        """Adopt all gradients; the name of a parameter that has none and should: of rows there may be none."""
         for bucket, indices in enumerate(self._indices):
             self.adopt(bucket)
             for index, used in zip(indices, self._used[bucket], strict=True):
-                if not used:
+                if not used and index not in self._apart:
                     return self._name(index)
         return None
 
@@ -164,7 +167,7 @@ class GradientBuckets:
             first = NUM_FLAGS
             for index, before, used in zip(self._indices[bucket], told[first:], flags[first:], strict=True):
                 if (before > 0) != (used > 0):
-                    self.parameters[index].grad = self.views[index] if used > 0 else None
+                    self._put(index, is_used=used > 0)
         return flags[NONFINITE] > 0, flags[STOP] > 0
 
     def find_nonfinite(self, bucket: int) -> str | None:
@@ -229,6 +232,8 @@ class GradientBuckets:
             parameter, view = self.parameters[index], self.views[index]
             gradient = _grad_of(parameter)
             used.append(0.0 if gradient is None else 1.0)
+            if index in self._apart:
+                continue
             if gradient is not view and (
                 sys.getrefcount(view) > _OWN_REFERENCES or _count_uses(self._storages[index]._cdata) > _OWN_USES
             ):
@@ -249,6 +254,11 @@ class GradientBuckets:
         if new:
             torch._foreach_copy_(views, new)
         return used
+
+    def _put(self, index: int, *, is_used: bool) -> None:
+        """Some rank has a gradient of the parameter, or none has."""
+        if index not in self._apart:
+            self.parameters[index].grad = self.views[index] if is_used else None
 
     def _leave_to_script(self, index: int) -> None:
         """The script has kept a gradient of an earlier pass, or another tensor of its memory: all of these move

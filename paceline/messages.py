@@ -62,6 +62,7 @@ class Kind(IntEnum):
     SAVE_ROWS = 25
     LOAD_ROWS = 26
     SHOW_ROWS = 27
+    CHANGED_ROWS = 28
     RECORDS = 32
     PULSE = 33
     FILE = 34

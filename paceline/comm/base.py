@@ -18,6 +18,7 @@ from paceline.layout import Layout
 from paceline.row_file import RowFile
 from paceline.server.coded_push import PushCoding
 from paceline.server.spec import OptimizerSpec, Push, Reply
+from paceline.server.tables.changes import Changes
 from paceline.server.tables.kept_rows import Keeping
 from paceline.server.tables.spec import RowGradients, TableSpec
 
@@ -380,6 +381,11 @@ class TableStore(ABC):
         Args:
             lrs: for each table, the learning rate; none, also as a whole: its optimizer's own.
         """
+
+    @abstractmethod
+    def changed(self, tables: Sequence[int]) -> dict[int, Changes]:
+        """Rows that have changed since this worker asked last, as they are now. At the first time there are none: a
+        worker that asks before the first update, and then after each exchange, has all rows as the servers do."""
 
     @abstractmethod
     def state(self, table: int) -> dict[str, Tensor]:

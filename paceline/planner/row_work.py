@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.comm.base import TableStore
 from paceline.row_file import RowFile
+from paceline.server.tables.changes import ChangedKeys, Changes
 from paceline.server.tables.entries import KEY_BYTES
 from paceline.server.tables.kept_rows import Keeping
 from paceline.server.tables.spec import RowGradients, TableSpec
@@ -62,12 +63,13 @@ class WatchedTables(TableStore):
 
     def __init__(self) -> None:
         self._tables: list[Table] = []
+        self._changed: list[ChangedKeys] = []
         self._requests: list[int] = []
         self._steps: list[dict[int, Tensor]] = []
         self._now: list[Mapping[int, Tensor]] = []
 
     def open_tables(self, specs: Sequence[TableSpec], *, keeping: Keeping | None = None) -> TableStore:
-        self._tables = [Table(spec) for spec in specs]
+        self._tables, self._changed = [Table(spec) for spec in specs], [ChangedKeys() for _ in specs]
         return self
 
     def read(self, wanted: Mapping[int, Tensor], *, is_fresh: bool) -> dict[int, Tensor]:
@@ -78,9 +80,14 @@ class WatchedTables(TableStore):
     def push(
         self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
     ) -> None:
-        for table, found in zip(self._tables, gradients, strict=True):
+        for table, changed, found in zip(self._tables, self._changed, gradients, strict=True):
             if found is not None:
                 table.update(found)
+                changed.add(found.keys)
+
+    def changed(self, tables: Sequence[int]) -> dict[int, Changes]:
+        keys = {table: self._changed[table].take(0) for table in tables}
+        return {table: Changes(own, self._tables[table].read(own)) for table, own in keys.items()}
 
     def end_step(self) -> None:
         now, self._now = self._now, []

@@ -18,6 +18,7 @@ from paceline.server.tables.storage import TableFiles
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, option, require_choice
 from paceline.strategies.bucket_size import MIN_BYTES
 from paceline.strategies.bucketing import laid_out
+from paceline.strategies.by_rows import moved_by_rows
 from paceline.strategies.choosing import Choosing, LinkSpeed
 from paceline.strategies.coding import CODEC_DOC, NOTHING_CODED, SCOPE_DOC, Scope, coding_of, require_averaging
 from paceline.strategies.exchange import averaging
@@ -49,6 +50,7 @@ class AllReduce(Strategy):
     has filled it, while backward goes on (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2); every worker then
     takes the same optimizer step. Unlike there, a bucket carries one flag a parameter, so that a parameter that no
     worker used in a step keeps `grad=None`.
+    Of `nn.Embedding(sparse=True)` the rows of all workers' batches move, and not the table.
 
     The rows of tables, which are no parameters, lie on `servers`, where there are any.
 
@@ -136,8 +138,15 @@ class AllReduce(Strategy):
         if self.algorithm != "auto" and not context.collective.can_receive_first:
             # In every algorithm ranks receive from each other before they send: over NCCL they would hang.
             raise UsageError(f"algorithm={self.algorithm} is not for NCCL; use algorithm=auto, or --device cpu")
-        require_dense_steps(replica.optimizer)
+        if self._moves_rows(context):
+            replica = replace(replica, by_rows=moved_by_rows(replica))
+        require_dense_steps(replica)
         return _AllReduceSynchronizer(self, context, replica)
+
+    def _moves_rows(self, context: Context) -> bool:
+        """Whether of gradients that have few rows these move: as honest workers have them, joined by the mean, once."""
+        is_plain = self.codec is None and self.aggregate == MEAN
+        return is_plain and context.corrupt is None and context.recovery is None
 
 
 @final

@@ -33,7 +33,7 @@ def laid_out(
         exchange: starts to average a tensor in place.
     """
     if bucket_mb == "auto" and not behind_backward:
-        layout = in_buckets(replica.specs, bucket_bytes=WHOLE_BYTES, first_bucket_bytes=WHOLE_BYTES)
+        layout = in_buckets(replica.moved_specs, bucket_bytes=WHOLE_BYTES, first_bucket_bytes=WHOLE_BYTES)
         return layout, allocated(context, layout.num_bytes), {}
     largest_bytes = bucket_size.MIN_BYTES if bucket_mb == "auto" else int(bucket_mb * 1e6)
     layout = cut(replica, largest_bytes)
@@ -55,7 +55,7 @@ def laid_out(
 def cut(replica: Replica, largest_bytes: int) -> Layout:
     """Buckets of at most so many bytes."""
     first_bytes = min(largest_bytes, FIRST_BUCKET_BYTES)
-    return in_buckets(replica.specs, bucket_bytes=largest_bytes, first_bucket_bytes=first_bytes)
+    return in_buckets(replica.moved_specs, bucket_bytes=largest_bytes, first_bucket_bytes=first_bytes)
 
 
 def allocated(context: Context, num_bytes: int) -> Tensor:

@@ -12,6 +12,7 @@ from paceline.errors import UsageError
 from paceline.strategies.digests import digest
 from paceline.strategies.gradient_reads import GradientReads
 from paceline.strategies.looks import Window, version_of
+from paceline.strategies.sparse_gradients import SparseGradients
 
 Mode = Literal["auto", "always", "never"]
 _WINDOW_BYTES = 256
@@ -55,7 +56,8 @@ class Combining:
     that it weighs its losses by, clipping and unscaling do; workers then combine from there on.
 
     Args:
-        flats: all gradients.
+        flats: all gradients that lie in flat memory.
+        rows: the others.
         parameters: that they are of.
         mode: whether to combine.
         obstacle: why the first step's gradients are not averaged on trial, and what to ask for instead, for the error
@@ -70,6 +72,7 @@ class Combining:
         collective: Collective,
         flats: Sequence[Tensor],
         *,
+        rows: SparseGradients | None = None,
         mode: Mode,
         parameters: Sequence[nn.Parameter] = (),
         obstacle: str | None = None,
@@ -78,6 +81,7 @@ class Combining:
         tell: Callable[[str, Mapping[str, Any]], None] = lambda event, details: None,
     ) -> None:
         self._collective, self._flats, self._find_nonfinite = collective, flats, find_nonfinite
+        self._rows = rows or SparseGradients()
         self._obstacle, self._before_leaving, self._tell = obstacle, before_leaving, tell
         self._is_undecided = mode == "auto" and collective.size > 1
         self._averages = mode == "always" or (self._is_undecided and obstacle is None)
@@ -109,6 +113,7 @@ class Combining:
             self._before_leaving()
             for flat in self._flats:
                 self._collective.all_reduce(flat, op="mean").wait()
+            self._rows.average(self._collective, weight=weight)
             self.is_combined = True
         self._seen = self._versions()
         if self._is_undecided or self._looks_closely:
@@ -139,6 +144,7 @@ class Combining:
         self._looks_closely = False
         for flat in self._flats:
             flat.mul_(factor)
+        self._rows.rescale(factor)
         if self._seen is not None and not is_changed_by_script:
             self._seen = self._versions()
 
@@ -204,5 +210,5 @@ class Combining:
     def _versions(self) -> list[object]:
         """In-place changes of any gradient so far, which views count on the tensor they are a view of, and some bytes,
         since torch does not count changes through `.data`."""
-        versions = list(map(version_of, self._flats))
+        versions = [*map(version_of, self._flats), *self._rows.versions()]
         return [*versions, *(window.read() for window in self._windows)] if self.looks else versions

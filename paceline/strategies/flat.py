@@ -13,18 +13,20 @@ from paceline.strategies.taken_along import TakenAlong, extent
 
 
 def lay_parameters(replica: Replica, layout: Layout, buffer: Tensor) -> list[Tensor]:
-    """Have every parameter be a view of `buffer`, a uint8 tensor of `layout.num_bytes`; returns the views.
+    """Have every parameter be a view of `buffer`, a uint8 tensor of `layout.num_bytes`; returns the views. Those that
+    move by rows stay where they are.
 
     Raises:
         UsageError: a parameter shares its memory with another tensor of the model, and so would lose it; or with one
             of the script's that cannot follow.
     """
     _refuse_shared_memory(replica)
-    taken = TakenAlong(replica.parameters, replica.specs)
+    moved = [index for index in range(len(replica.parameters)) if index not in replica.by_rows]
+    taken = TakenAlong([replica.parameters[index] for index in moved], [replica.specs[index] for index in moved])
     views = layout.views(buffer)
-    for parameter, view in zip(replica.parameters, views, strict=True):
-        view.copy_(parameter.data)
-        parameter.data = view
+    for index in moved:
+        views[index].copy_(replica.parameters[index].data)
+        replica.parameters[index].data = views[index]
     taken.follow()
     return views
 

@@ -17,6 +17,7 @@ from paceline.strategies.meeting import gathered
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.progress import Progress, require_same
+from paceline.strategies.sparse_gradients import SparseGradients
 
 _APART = 5  # what turns of two optimizers differ by
 
@@ -64,6 +65,7 @@ class GradientAveraging:
         """Of this worker's gradients."""
         self._options, self._owner = options, owner
         self._layout = layout
+        self._rows = SparseGradients(owner.replica)
         self._buckets = self._in_buckets(buffer)
         self._exchange = self._exchanging(coding, Timing())
         self._overlap = Overlap(owner.context.collective.timing, now_s=owner.context.pacing.now_s)
@@ -136,6 +138,7 @@ class GradientAveraging:
             self._owner.replica.parameters,
             self._layout,
             buffer,
+            apart=self._owner.replica.by_rows,
             on_bucket=self._on_bucket,
             on_backward_end=self._finish_backward,
         )
@@ -162,6 +165,8 @@ class GradientAveraging:
             if owner.context.size <= MOST_RANKS:
                 self._turn = self._num_exchanges + owner.progress().lead + _APART * owner.number
         culprit = self._buckets.find_nonfinite(bucket) if self._looks_first else None
+        if culprit is None and self._is_last(bucket) and self._options.nonfinite != "allow":
+            culprit = self._rows.find_nonfinite()
         if culprit is not None:
             self._culprit = (owner.context.rank, culprit)
         stop = self._is_last(bucket) and owner.stop_vote()
@@ -214,6 +219,7 @@ class GradientAveraging:
         # What is not finite is applied by nobody, or was asked for; kept, it would come again in every later step.
         self._exchange.settle(is_applied=not is_any_nonfinite)
         self._works.clear()
+        self._rows.average(owner.context.collective, weight=self.weight)
         self.is_exchanged = True
 
     def _raise_disagreement(self) -> NoReturn:

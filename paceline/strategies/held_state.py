@@ -1,14 +1,26 @@
 """The optimizer's state while servers hold it: what a script saves and loads through its own optimizer."""
 
 from collections import defaultdict
-from typing import Any, final
+from collections.abc import Mapping
+from typing import Any, Protocol, final
 
 import torch
+from torch import Tensor
 
-from paceline.comm.base import Collective, Store
+from paceline.comm.base import Collective
 from paceline.errors import UsageError
 from paceline.server.state import export_state, import_state
 from paceline.strategies.replica import Replica
+
+
+class StateHolder(Protocol):
+    """Who has the optimizer's state."""
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """See `Store.optimizer_state`."""
+
+    def load_state(self, state: Mapping[str, Tensor], *, iteration: int) -> None:
+        """See `Store.load_state`."""
 
 
 @final
@@ -18,8 +30,8 @@ class HeldState:
     Between the two the worker's own optimizer holds none, and refuses a script that looks into it or empties it.
     """
 
-    def __init__(self, store: Store, replica: Replica, collective: Collective) -> None:
-        self._store, self._replica, self._collective = store, replica, collective
+    def __init__(self, holder: StateHolder, replica: Replica, collective: Collective) -> None:
+        self._holder, self._replica, self._collective = holder, replica, collective
         self._has_begun = False
         self._nothing = _Elsewhere(collective.rank)
         optimizer = replica.optimizer
@@ -46,7 +58,7 @@ class HeldState:
                     f"{has_state.index(False)} has none; load it on every rank"
                 )
             state = export_state(optimizer, self._replica.parameters)
-            self._store.load_state(state, iteration=iteration)
+            self._holder.load_state(state, iteration=iteration)
         self.drop()
         self._has_begun = True
 
@@ -67,7 +79,7 @@ class HeldState:
     def _fetch(self, optimizer: torch.optim.Optimizer) -> None:
         if self._has_begun:
             optimizer.state = defaultdict(dict)
-            import_state(optimizer, self._replica.parameters, self._store.optimizer_state())
+            import_state(optimizer, self._replica.parameters, self._holder.optimizer_state())
 
     def _let_go(self, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
         if self._has_begun:

@@ -1,7 +1,7 @@
 """Parameter servers: workers push gradients to and pull parameters from a group of servers that own the model."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final, get_args
 
 from paceline.aggregate import MEAN, Aggregator, MajorityVote
@@ -16,6 +16,7 @@ from paceline.strategies.combining import Mode
 from paceline.strategies.joint import AGGREGATE_DOC, require_joint
 from paceline.strategies.replica import Replica, require_dense_steps, require_no_closure, require_plain_steps
 from paceline.strategies.served_rows import ROW_STALENESS_DOC, keeping_for, require_row_staleness
+from paceline.strategies.served_weights import served_by_rows
 from paceline.strategies.serving import ServerSynchronizer
 from paceline.strategies.table_files import DIR_DOC, MBYTES_DOC, require_table_files, table_files
 from paceline.strategies.traits import AllReduced, Served, Traits
@@ -42,7 +43,11 @@ class ParameterServer(Strategy):
     before the script sees them (`combine=auto`). Under ssp and asp each worker's own gradient is what is applied, and
     so what the script sees.
 
-    Raises (at bind): UsageError for optimizers that need a closure or sparse gradients, or cannot be built anew.
+    Of `nn.Embedding(sparse=True)` servers hold the rows; a worker sends gradients of its batch's, and takes those that
+    have changed since.
+
+    Raises (at bind): UsageError for optimizers that need a closure, or sparse gradients where whole ones move, or
+    cannot be built anew.
 
     >>> ParameterServer(consistency="ssp", staleness=2).traits.num_servers
     1
@@ -156,7 +161,9 @@ class ParameterServer(Strategy):
         if context.store is None:
             raise UsageError("this world has no servers; start the script with `paceline run --strategy ps-...`")
         require_no_closure(replica.optimizer)
-        require_dense_steps(replica.optimizer)
+        if self._moves_rows(context):
+            replica = replace(replica, by_rows=served_by_rows(replica))
+        require_dense_steps(replica)
         require_plain_steps(replica)
         if replica.tables and context.reform is not None:
             raise UsageError("--elastic does not keep the rows of a ShardedEmbedding so far; leave it out")
@@ -184,6 +191,12 @@ class ParameterServer(Strategy):
             codec_scope=self.codec_scope,
             keeping=keeping_for(self.row_staleness, staleness=self._staleness),
         )
+
+    def _moves_rows(self, context: Context) -> bool:
+        """Whether of gradients that have few rows these move: as honest workers have them, joined by the mean, to
+        servers that live as long as the run."""
+        is_plain = self.codec is None and self.aggregate == MEAN and not self.replicas
+        return is_plain and context.corrupt is None and context.reform is None
 
     def _require_rows_joined_alike(self, context: Context) -> None:
         """Rows of tables are joined by the mean, and come as honest workers send them."""

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -35,6 +35,15 @@ class Replica:
     """Of the run's optimizers, that it stands for what none of them trains: buffers, and other parameters."""
     beside: frozenset[int] = frozenset()
     """Parameters that the run's other optimizers train, by `id`."""
+    by_rows: frozenset[int] = frozenset()
+    """Of which parameters rows move, and not the whole: their places among them."""
+
+    @functools.cached_property
+    def moved_specs(self) -> tuple[TensorSpec, ...]:
+        """What moves in flat memory: of parameters that move by rows, nothing."""
+        return tuple(
+            replace(spec, shape=(0,)) if index in self.by_rows else spec for index, spec in enumerate(self.specs)
+        )
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -343,12 +352,16 @@ def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
         raise cannot_evaluate(optimizer)
 
 
-def require_dense_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError for an optimizer that takes sparse gradients alone: workers exchange whole ones."""
-    if isinstance(optimizer, torch.optim.SparseAdam):
+def require_dense_steps(replica: Replica) -> None:
+    """Raises UsageError for an optimizer that takes sparse gradients alone, where workers exchange a whole one."""
+    if not isinstance(replica.optimizer, torch.optim.SparseAdam):
+        return
+    whole = next((spec.name for index, spec in enumerate(replica.specs) if index not in replica.by_rows), None)
+    if whole is not None:
         raise UsageError(
-            "SparseAdam takes sparse gradients alone, and workers exchange whole ones; use SGD or Adagrad, whose steps "
-            "are the same for both, or give the rows to paceline.nn.ShardedEmbedding(optimizer='adam')"
+            f"SparseAdam takes sparse gradients alone, and workers exchange the whole one of {whole!r}; use SGD or "
+            "Adagrad, whose steps are the same for both, nn.Embedding(sparse=True) under all-reduce or ps-* without "
+            "codec, aggregate, replicas and --elastic, or paceline.nn.ShardedEmbedding(optimizer='adam')"
         )
 
 

@@ -46,9 +46,11 @@ def require_same_steps(
 
 def _is_far_from_first(gradient: Tensor, collective: Collective) -> bool:
     """Whether it differs from rank 0's by more than processors of different kinds round. Collective call."""
+    if not gradient.numel():
+        return False
     first = gradient.clone()
     collective.broadcast(first)
-    if not gradient.numel() or not first.isfinite().all():
+    if not first.isfinite().all():
         return False
     bound = torch.finfo(first.dtype).eps ** 0.5 * float(first.abs().max())
     return not float((gradient - first).abs().max()) <= bound

@@ -1,6 +1,7 @@
-"""The rows of a model's tables while servers hold them, seen from one worker."""
+"""The rows of a model's tables and weights while servers hold them, seen from one worker."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, final
 
@@ -15,6 +16,7 @@ from paceline.row_file import RowFile
 from paceline.server.tables.kept_rows import Keeping
 from paceline.server.tables.spec import TableSpec
 from paceline.strategies.base import Context
+from paceline.strategies.served_weights import ServedWeight
 
 ROW_STALENESS_DOC = "steps after which a worker asks a server again for a row that it has (default 0: at each)"
 
@@ -50,27 +52,56 @@ class ServedRows:
 
     Args:
         keeping: see `Store.open_tables`.
+        weights: whose rows they are to hold, too.
     """
 
     def __init__(
-        self, context: Context, store: OpensTables, tables: Sequence[ShardedEmbedding], *, keeping: Keeping | None
+        self,
+        context: Context,
+        store: OpensTables,
+        tables: Sequence[ShardedEmbedding],
+        *,
+        keeping: Keeping | None,
+        weights: Sequence[ServedWeight] = (),
     ) -> None:
-        self._tables, self._log = tables, context.log if keeping is not None else None
-        self._store = store.open_tables([table.spec for table in tables], keeping=keeping) if tables else None
+        self._all: tuple[ShardedEmbedding | ServedWeight, ...] = (*tables, *weights)
+        self._log = context.log if keeping is not None else None
+        self._weights = dict(enumerate(weights, len(tables)))
+        self._store = store.open_tables([each.spec for each in self._all], keeping=keeping) if self._all else None
         self._together = _Together({}, {})
         for number, table in enumerate(tables):
             assert self._store is not None
             rows = table.rows()
             table.move_to(_Elsewhere(self._store, number, self._together))
             table.load_rows(rows)
+        for number, weight in self._weights.items():
+            assert self._store is not None
+            weight.move_to(_Elsewhere(self._store, number, self._together))
+        self.refresh()
 
     def push(self, *, weight: float, is_void: bool) -> None:
         """Give the servers what backward passes have found, for the update that the next push of the model is for; or
         drop it, if that is to be none."""
         self._together.brought.clear()
-        gradients = [table.take_gradients() for table in self._tables]
+        gradients = [each.take_gradients() for each in self._all]
         if self._store is not None and not is_void:
-            self._store.push(gradients, weight=weight, lrs=[table.changed_lr for table in self._tables])
+            self._store.push(gradients, weight=weight, lrs=[each.changed_lr for each in self._all])
+
+    def refresh(self) -> None:
+        """Have weights be what the servers have."""
+        if self._store is not None and self._weights:
+            for number, changes in self._store.changed(list(self._weights)).items():
+                self._weights[number].take(changes)
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Weights are afterwards what they are now."""
+        before = {number: weight.kept() for number, weight in self._weights.items()}
+        try:
+            yield
+        finally:
+            for number, weight in self._weights.items():
+                weight.put_back(before[number])
 
     def leave(self) -> None:
         """The worker has trained."""

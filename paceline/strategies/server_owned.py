@@ -16,7 +16,8 @@ class ServerOwned:
 
     def __init__(self, replica: Replica, layout: Layout, mirror: Mirror) -> None:
         self._replica = replica
-        self._places = [view.data_ptr() for view in lay_parameters(replica, layout, mirror.local)]
+        lay_parameters(replica, layout, mirror.local)
+        self._places = [parameter.data_ptr() for parameter in replica.parameters]
         self.untouched = Untouched(replica.parameters, mirror.local)
 
     def changed(self) -> str | None:

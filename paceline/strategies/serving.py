@@ -13,7 +13,7 @@ from paceline.codec import TensorCodec
 from paceline.comm.base import Store, Timing
 from paceline.errors import UsageError
 from paceline.hooks import place_in_script
-from paceline.layout import by_group
+from paceline.layout import ALIGNMENT_BYTES, by_group
 from paceline.server.spec import Push, Reply
 from paceline.server.tables.kept_rows import Keeping
 from paceline.strategies.base import Context, NonFinitePolicy, StepOutcome, Synchronizer, non_finite
@@ -36,7 +36,9 @@ from paceline.strategies.replica import (
 )
 from paceline.strategies.same_steps import require_same_steps
 from paceline.strategies.served_rows import ServedRows
+from paceline.strategies.served_weights import ServedState, ServedWeight
 from paceline.strategies.server_owned import ServerOwned
+from paceline.strategies.sparse_gradients import SparseGradients
 
 
 @final
@@ -72,25 +74,34 @@ class ServerSynchronizer(Synchronizer):
     ) -> None:
         super().__init__(context, replica)
         self._store, self._nonfinite, self._is_weighted = store, nonfinite, is_weighted and aggregator.streams
-        layout, spec = by_group(replica.specs), replica.optimizer_spec
-        self._parameters = Mirror(store.allocate(layout.num_bytes), context.device)
-        self._gradients = Mirror(store.allocate(layout.num_bytes), context.device)
+        layout, spec = by_group(replica.moved_specs), replica.optimizer_spec
+        num_bytes = max(layout.num_bytes, ALIGNMENT_BYTES)  # all may move by rows
+        self._parameters = Mirror(store.allocate(num_bytes), context.device)
+        self._gradients = Mirror(store.allocate(num_bytes), context.device)
         self._owned = ServerOwned(replica, layout, self._parameters)
         self._buckets = GradientBuckets(
-            replica.parameters, layout, self._gradients.local, on_backward_end=self._finish_backward
+            replica.parameters,
+            layout,
+            self._gradients.local,
+            apart=replica.by_rows,
+            on_backward_end=self._finish_backward,
         )
-        self._flats = [bucket.flat for bucket in self._buckets.buckets]
+        self._flats = [bucket.flat for bucket in self._buckets.buckets if bucket.flat.numel()]
+        self._sparse = SparseGradients(replica)
         self._combining = Combining(
             context.collective,
             self._flats,
+            rows=self._sparse,
             mode=combine,
             parameters=replica.parameters,
             obstacle=obstacle_to_a_mean(is_partial=is_partial, aggregator=aggregator, is_coded=codec is not None),
-            find_nonfinite=self._buckets.find_any_nonfinite,
+            find_nonfinite=self._find_nonfinite,
             before_leaving=self._corrupt,
             tell=context.tell or (lambda event, details: None),
         )
-        self._held = HeldState(store, replica, context.collective)
+        weights = [ServedWeight(replica, index) for index in sorted(replica.by_rows)]
+        self._state = ServedState(store, weights)
+        self._held = HeldState(self._state, replica, context.collective)
         self._steps = 0
         self._looks_at = 1  # the step before which is looked at what the script may have changed
         self._compares = False  # what this step pushes with the other workers', if all are to push the same
@@ -110,9 +121,9 @@ class ServerSynchronizer(Synchronizer):
             self._parameters.host,
             self._gradients.host,
             coding=coding,
-            holds_rows=bool(replica.tables),
+            holds_rows=bool(replica.tables or weights),
         )
-        self._rows = ServedRows(context, store, replica.tables, keeping=keeping)
+        self._rows = ServedRows(context, store, replica.tables, keeping=keeping, weights=weights)
         if codec is not None:
             self.facts = {"codec": str(codec) if store.is_coded else NOTHING_CODED}
 
@@ -157,6 +168,7 @@ class ServerSynchronizer(Synchronizer):
         if scale is not None:
             for flat in self._flats:
                 flat.div_(scale)
+            self._sparse.rescale(1 / float(scale))
         is_void = is_skipped_by_scaler(optimizer) or self._is_nonfinite()
         is_combined = self._combining.take()
         weight = 1.0 if is_combined else self._weight
@@ -177,8 +189,8 @@ class ServerSynchronizer(Synchronizer):
         push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight, done=done)
         outcome = self._take(self._store.exchange(push))
         if self._store.is_coded:
-            for segment, flat in zip(self._buckets.layout.segments, self._flats, strict=True):
-                segment.zero_padding(flat)
+            for segment, bucket in zip(self._buckets.layout.segments, self._buckets.buckets, strict=True):
+                segment.zero_padding(bucket.flat)
         looks_closely = self._steps == 1 or outcome.iteration >= pause_at
         if looks_closely:
             self._looks_at = self._steps + 1
@@ -207,7 +219,7 @@ class ServerSynchronizer(Synchronizer):
         with self._parameters.put_back() if is_training else nullcontext():
             self._refresh()
             try:
-                with super().global_model() as model:
+                with self._rows.put_back() if self._looks else nullcontext(), super().global_model() as model:
                     yield model
             finally:
                 if not is_training:
@@ -229,7 +241,7 @@ class ServerSynchronizer(Synchronizer):
         self._rows.leave()
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        return self._store.optimizer_state()
+        return self._state.optimizer_state()
 
     def own_state(self) -> dict[str, OwnState]:
         return {f"push.{index}.left": OwnState(left, "average") for index, left in enumerate(self._left)}
@@ -238,7 +250,7 @@ class ServerSynchronizer(Synchronizer):
         for index, left in enumerate(self._left):
             left.copy_(own.get(f"push.{index}.left", left))
         self._parameters.to_host()
-        self._store.load_state(state, iteration=iteration)
+        self._state.load_state(state, iteration=iteration)
         self._held.drop()
         # A script may load the weights itself, after it has prepared the model.
         self._owned.untouched.accept(looks_closely=True)
@@ -261,9 +273,11 @@ class ServerSynchronizer(Synchronizer):
         if self._looks:
             self._store.pull()
             self._parameters.to_device()
+            self._rows.refresh()
 
     def _take(self, reply: Reply) -> StepOutcome:
         self._parameters.to_device()
+        self._rows.refresh()
         self.iteration = reply.iteration
         return StepOutcome(reply.iteration, reply.stop, max(reply.staleness), reply.admitted)
 
@@ -297,13 +311,16 @@ class ServerSynchronizer(Synchronizer):
                 "or use all-reduce"
             )
 
+    def _find_nonfinite(self) -> str | None:
+        return self._buckets.find_any_nonfinite() or self._sparse.find_nonfinite()
+
     def _is_nonfinite(self) -> bool:
         """Raises NonFiniteGradient if a gradient is not finite and the option says so."""
         if self._nonfinite == "allow":
             return False
         own, self._combining.culprit = self._combining.culprit, None
         own = own or nonfinite_row(self.replica.tables)
-        culprit = own or self._buckets.find_any_nonfinite()
+        culprit = own or self._find_nonfinite()
         if culprit is not None and self._nonfinite == "raise":
             # What was finite here before the average became so by another rank's gradient.
             named = own if self._combining.is_combined else culprit

@@ -56,9 +56,9 @@ def misuse(worker: Worker, out: Path, *, key: float = 12, factor: float = 1.0, o
         updater.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", ["ps-bsp", "all-reduce"])
-def test_an_optimizer_of_sparse_gradients_alone_is_refused(strategy: str, tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match=r"SparseAdam takes sparse gradients alone.*use SGD or Adagrad"):
+@pytest.mark.parametrize("strategy", ["ps-bsp:codec=bf16", "all-reduce:codec=bf16"])
+def test_an_optimizer_of_sparse_gradients_alone_is_refused_where_whole_ones_move(strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"SparseAdam takes sparse gradients alone.*'weight'.*use SGD or Adagrad"):
         virtual_engine.run(
             partial(launched, train_sparsely, tmp_path), strategy=strategy, workers=2, out=tmp_path / "run"
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.messages import Kind, Message, WireError
 from paceline.row_file import RowFile
 from paceline.server.shard import Applied
+from paceline.server.tables.changes import Changes
 from paceline.server.tables.client_core import TableClient
 from paceline.server.tables.row_optimizers import of_text
 from paceline.server.tables.shards import TableShards
@@ -47,6 +48,10 @@ class Net:
     def read(self, keys: Sequence[int], worker: int = 0) -> Tensor:
         self.ask(worker, self.clients[worker].read({0: torch.tensor(list(keys))}))
         return self.clients[worker].rows()[0]
+
+    def changed(self, worker: int) -> Changes:
+        self.ask(worker, self.clients[worker].changed([0]))
+        return self.clients[worker].changes()[0]
 
     def push(self, worker: int, weight: float, gradients: RowGradients | None) -> None:
         self.ask(worker, self.clients[worker].push([gradients], weight=weight))

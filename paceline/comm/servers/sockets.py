@@ -30,6 +30,7 @@ from paceline.server.spec import OptimizerSpec, Reply
 _ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind.JOIN, Kind.LEAVE}) | {
     Kind.READ_ROWS,
     Kind.PUSH_ROWS,
+    Kind.CHANGED_ROWS,
 }
 # A waiting worker first offers its core, where the server then runs without being woken on another. Conv net, two
 # workers and a server on two cores, medians of three: ps-bsp 42,000 samples/s sleeping at once, 50,000 so; ps-asp

@@ -14,6 +14,7 @@ from paceline.errors import PeerLost
 from paceline.messages import HEAD_BYTES
 from paceline.row_file import RowFile
 from paceline.server.server_core import Send
+from paceline.server.tables.changes import Changes
 from paceline.server.tables.client_core import Given, TableClient
 from paceline.server.tables.kept_rows import Keeping, KeptRows
 from paceline.server.tables.spec import RowGradients, TableSpec
@@ -128,6 +129,10 @@ class ServedTables(TableStore):
         )
         if not is_given:
             self._timed(self._client.push(gradients, weight=weight, lrs=lrs))
+
+    def changed(self, tables: Sequence[int]) -> dict[int, Changes]:
+        self._timed(self._client.changed(tables))
+        return self._client.changes()
 
     def state(self, table: int) -> dict[str, Tensor]:
         self._ask(self._client.get_state(table))

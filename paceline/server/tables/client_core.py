@@ -16,6 +16,7 @@ from paceline.messages import Kind, Message, Raw, WireError, cut_for, from_frame
 from paceline.row_file import RowFile
 from paceline.server.server_core import Send
 from paceline.server.state import pack, unpack
+from paceline.server.tables.changes import Changes
 from paceline.server.tables.dividing import divided, joined
 from paceline.server.tables.hashing import each_owns, mixed
 from paceline.server.tables.spec import RowGradients, TableSpec
@@ -43,6 +44,7 @@ class TableClient:
         self._error: WireError | None = None
         self._read: dict[int, list[Tensor]] = {}
         """Of each table whose rows were asked for last: which of them each server has."""
+        self._followed: Sequence[int] = ()
 
     # --- conversations ------------------------------------------------------------------------------------------
 
@@ -63,6 +65,11 @@ class TableClient:
         own = {table: self._read[table][server] for table in wanted if len(self._read[table][server])}
         keys = [wanted[table].index_select(0, places) for table, places in own.items()]
         return ({"tables": list(own), "counts": [len(each) for each in keys]}, keys) if own else None
+
+    def changed(self, tables: Sequence[int]) -> list[Send]:
+        """Ask for the rows of these tables that have changed since this worker asked last."""
+        self._followed = tables
+        return self._ask("changed rows", Kind.CHANGED_ROWS, [({"tables": list(tables)}, [])] * self._num_servers)
 
     def show(self) -> list[Send]:
         """Ask where workers on a server's host see its rows, and how many it has."""
@@ -157,6 +164,24 @@ class TableClient:
                 for (table, places), part in zip(own.items(), parts, strict=True):
                     found[table].index_copy_(0, places, part)
         return found
+
+    def changes(self) -> dict[int, Changes]:
+        """Of each table that was asked for. Raises WireError if a server tells of other tables."""
+        found: dict[int, list[Changes]] = {table: [] for table in self._followed}
+        for answer in self._answers.values():
+            if answer is not None:
+                counts = answer.body["counts"]
+                if len(counts) != len(found):
+                    raise WireError(f"a server tells of {len(counts)} tables instead of {len(found)}")
+                parts = [
+                    Changes(torch.empty(count, dtype=torch.int64), self._specs[table].empty_rows(count))
+                    for table, count in zip(found, counts, strict=True)
+                ]
+                tensors = [tensor for part in parts for tensor in part]
+                from_frames(cut_for(answer.payload, tensors), tensors)
+                for own, part in zip(found.values(), parts, strict=True):
+                    own.append(part)
+        return {table: Changes(*map(torch.cat, zip(*own, strict=True))) for table, own in found.items()}
 
     def complete(self, table: int) -> Tensor:
         """Of each row of this table that was asked for, the clock before which it has all updates."""

@@ -19,6 +19,7 @@ from paceline.messages import Kind, Message, WireError, cut_for, from_frames, ra
 from paceline.row_file import RowFile
 from paceline.server.shard import Applied
 from paceline.server.state import pack, unpack
+from paceline.server.tables.changes import ChangedKeys
 from paceline.server.tables.row_optimizers import RowOptimizer, with_lr
 from paceline.server.tables.spec import RowGradients, TableSpec, summed
 from paceline.server.tables.storage import InFiles, InMemory, Storage, TableFiles
@@ -51,11 +52,13 @@ class TableShards:
         self._new_memory = new_memory
         self._storage: Storage = InMemory()
         self._tables: list[Table] = []
+        self._changed: list[ChangedKeys] = []  # by table
         self._waiting: dict[int, _Waiting] = {}  # by worker
         self.handlers = {
             Kind.OPEN_TABLES: self._open,
             Kind.READ_ROWS: self._read,
             Kind.SHOW_ROWS: self._show,
+            Kind.CHANGED_ROWS: self._changes,
             Kind.PUSH_ROWS: self._push,
             Kind.GET_ROWS: self._get,
             Kind.SET_ROWS: self._set,
@@ -106,7 +109,9 @@ class TableShards:
                         f"workers give table {table.spec.name!r} learning rates from {rates[0]:g} to {rates[-1]:g} for "
                         "one update; set its lr to the same on all"
                     )
-                touched += table.update(summed(some, [each.weight for each in contributions]), *optimizers)
+                joined = summed(some, [each.weight for each in contributions])
+                touched += table.update(joined, *optimizers)
+                self._changed[index].add(joined.keys)
         return touched
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -117,6 +122,7 @@ class TableShards:
         if type(num) is not int or num < 1:
             raise ValueError(f"{num!r} servers")
         self._tables = [Table(spec, self._storage, num_servers=num) for spec in specs]
+        self._changed = [ChangedKeys() for _ in specs]
         return {}
 
     def _show(self, message: Message) -> Fields:
@@ -133,6 +139,14 @@ class TableShards:
         from_frames(cut_for(message.payload, keys), keys)  # a copy: the worker can change its memory
         rows = [table.read(own) for table, own in zip(tables, keys, strict=True)]
         return {"payload": to_frames(rows), "tensor_bytes": sum(each.nbytes for each in rows)}
+
+    def _changes(self, message: Message) -> Fields:
+        """Rows that have changed since the worker asked last, and their keys."""
+        tables = [self._at(index) for index in message.body["tables"]]
+        keys = [self._changed[index].take(message.sender) for index in message.body["tables"]]
+        tensors = [each for table, own in zip(tables, keys, strict=True) for each in (own, table.read(own))]
+        size = sum(each.nbytes for each in tensors)
+        return {"body": {"counts": list(map(len, keys))}, "payload": to_frames(tensors), "tensor_bytes": size}
 
     def receive_push(self, message: Message) -> None:
         """Gradients of rows that come with the push that they belong to. Raises WireError as `receive`."""
@@ -169,6 +183,7 @@ class TableShards:
     def _set(self, message: Message) -> Fields:
         state = unpack(message.body, message.payload)
         self._table(message).load({name.removeprefix("0."): tensor for name, tensor in state.items()})
+        self._changed[message.body["table"]].forget()
         return {}
 
     def _save(self, message: Message) -> Fields:

@@ -324,6 +324,7 @@ class Session:
             return None
         return SameGradients(
             whole.parameters,
+            prepared=[parameter for _, parameter in named_parameters_of(whole.model)],
             size=context.size,
             is_first=context.is_first,
             # Servers refuse whatever change of weights there is.

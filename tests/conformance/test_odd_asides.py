@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import RunFailed
-from tests.conformance import odd_asides, virtual_engine
+from tests.conformance import local_engine, odd_asides, virtual_engine
 from tests.conformance.reference import train_alone
 from tests.conformance.scripts import EXACT, assert_close, launched
 from tests.conformance.test_odd_hunted import EVERYWHERE, JOINT, SAME_STEP, SERVERS, STRATEGIES, judge
@@ -101,3 +101,20 @@ def test_worker_log_takes_numbers(tmp_path: Path) -> None:
 
     with pytest.raises(RunFailed, match=r"worker\.log\(loss=\.\.\.\) takes a number, not str"):
         virtual_engine.run(partial(launched, script), strategy="all-reduce", workers=2, out=tmp_path)
+
+
+def calls_alone(worker: Any) -> Any:
+    def look(run: Any) -> None:
+        if run.number == 5 and worker.rank == 0:
+            worker.barrier()
+
+    return odd_asides.train(worker, stepped=look)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_shared_memory", [True, False])
+def test_who_calls_alone_is_not_waited_for_where_servers_wait(in_shared_memory: bool, tmp_path: Path) -> None:
+    """Until the deadline."""
+    run = partial(local_engine.run, partial(launched, calls_alone), strategy="ps-bsp", workers=2, out=tmp_path)
+    with pytest.raises(RunFailed, match=r"rank 1 waits until all have pushed.*rank 0 waits for all in barrier"):
+        run(servers_are_local=in_shared_memory)

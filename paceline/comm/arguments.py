@@ -55,9 +55,7 @@ def flatten(tensor: Tensor, *, device_type: str, is_target: bool = False) -> tup
         flat = tensor if tensor.dim() == 1 else tensor.view(-1)
         # One element or none is contiguous whatever its stride, but viewing its bytes takes stride 1.
         return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))), None
-    if is_target and any(
-        stride == 0 < length - 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
+    if is_target and shares_places(tensor):
         raise ValueError(f"elements of a {list(tensor.shape)} tensor share memory, as after expand(); pass a clone")
     copy = tensor.contiguous() if is_here else tensor.contiguous().to(device_type)
 
@@ -65,6 +63,13 @@ def flatten(tensor: Tensor, *, device_type: str, is_target: bool = False) -> tup
         tensor.copy_(copy)
 
     return copy.view(-1), copy_back
+
+
+def shares_places(tensor: Tensor) -> bool:
+    """Whether several elements lie in one place."""
+    if tensor.layout != torch.strided:
+        return False
+    return any(stride == 0 < length - 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def pieces(flat: Tensor, length: int) -> list[Tensor]:

@@ -186,6 +186,11 @@ class Collective(ABC):
     def set_deadline(self, deadline_s: float | None) -> None:
         """Change how long any one call may wait for a peer that lives; none: for ever."""
 
+    def standing(self) -> str | None:
+        """Which other rank waits for all ranks in an operation that this one has not begun, in words, as far as that is
+        known without asking."""
+        return None
+
     completes_alike: ClassVar[bool] = False
     """Whether an operation that one rank has completed can be completed by all, whoever dies."""
 
@@ -301,6 +306,9 @@ class Store(ABC):
     @abstractmethod
     def allocate(self, num_bytes: int) -> Tensor:
         """A zeroed uint8 tensor in memory that servers on this host reach without a copy."""
+
+    def expect_alike(self) -> None:
+        """All workers push at every step: a long wait for others looks whether they wait for this worker elsewhere."""
 
     @abstractmethod
     def exchange(self, push: Push) -> Reply:

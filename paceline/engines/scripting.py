@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.engines import aliases
+from paceline.engines.world import current
 from paceline.errors import Aborted, BudgetReached, DeadlineExceeded, PacelineError, PeerLost, UsageError, suggest
 
 _OWN_DIRECTORY = os.fspath(Path(__file__).resolve().parents[1]) + os.sep
@@ -77,7 +78,11 @@ class ScriptExit(PacelineError):
 
 
 def run_program(program: Program) -> None:
-    """Run it to its end, as `sys.exit(0)` is. Raises what it raises, and ScriptExit for another status."""
+    """Run it to its end, as `sys.exit(0)` is, or `next()` of a loader that the run's end has left nothing.
+
+    Raises:
+        ScriptExit: for another status. So is raised what it raises.
+    """
     try:
         if isinstance(program, Script):
             _run_script(program)
@@ -85,9 +90,18 @@ def run_program(program: Program) -> None:
             program()
     except BudgetReached:
         pass
+    except (StopIteration, RuntimeError) as error:
+        if not _is_of_next(error) or (world := current()) is None or not world.has_ended():
+            raise
     except SystemExit as exit_:
         if exit_.code not in (None, 0):
             raise ScriptExit(f"the script ended with sys.exit({exit_.code!r})") from None
+
+
+def _is_of_next(error: Exception) -> bool:
+    """Whether the script, or a generator of its own, has called `next()` where there was nothing more, as after the
+    run's end."""
+    return isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration)
 
 
 _REMEDIES = {

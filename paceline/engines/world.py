@@ -38,6 +38,8 @@ class World:
     """The worker's step, for those who ask from outside."""
     awaits_others: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the worker waits in a pause, or at its end, for workers that have steps to go until there."""
+    has_ended: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether the run has, so that loaders give nothing more."""
     epoch: Callable[[], int] = staticmethod(lambda: 0)
     """Which epoch of its data the worker is in."""
     worker: Any = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
-from paceline.comm.arguments import flatten
+from paceline.comm.arguments import flatten, shares_places
 from paceline.comm.base import Collective
 from paceline.errors import TensorMismatch, UsageError
 from paceline.layout import TensorSpec
@@ -180,8 +180,18 @@ def require_joint_changes(model: nn.Module, *, averages_gradients: bool) -> None
 
 
 def copy_from_first(model: nn.Module, collective: Collective) -> None:
-    """Give every rank rank 0's parameters and buffers, which are alike. Collective call."""
+    """Give every rank rank 0's parameters and buffers, which are alike. Collective call.
+
+    Raises:
+        UsageError: one has several elements in one place.
+    """
     named = (*named_parameters_of(model), *model.named_buffers())
+    for name, tensor in named:
+        if shares_places(tensor):
+            raise UsageError(
+                f"elements of {name!r}, of shape {list(tensor.shape)}, share memory, as after expand(); give the model "
+                "a clone() of it"
+            )
     copy_tensors_from_first([tensor.detach() for _, tensor in named], collective)
 
 

@@ -123,6 +123,8 @@ class ServerSynchronizer(Synchronizer):
             coding=coding,
             holds_rows=bool(replica.tables or weights),
         )
+        if is_weighted and not is_partial:
+            store.expect_alike()
         self._rows = ServedRows(context, store, replica.tables, keeping=keeping, weights=weights)
         if codec is not None:
             self.facts = {"codec": str(codec) if store.is_coded else NOTHING_CODED}

@@ -92,12 +92,14 @@ class Agreement:
         self._took_s = run.context.pacing.now_s() - before_s if looks else self._took_s
         alike = run.prepared.same_gradients
         gradients, divisors = (alike.said(), alike.divisors.said()) if alike is not None else ([], [])
+        outside = alike.outside.said() if alike is not None else []
         weights = alike.weights.said() if alike is not None and self._were_alike else []
         if alike is not None and not is_last:
             alike.begin()
         return {
             "gradients": gradients,
             "divisors": divisors,
+            "outside": outside,
             "weights": weights,
             "parameters": parameters,
             "check_s": self._took_s + self._comparing_s,
@@ -124,6 +126,7 @@ class Agreement:
         if alike is not None:
             alike.compare([report["gradients"] for report in reports])
             alike.divisors.compare([report["divisors"] for report in reports])
+            alike.outside.compare([report["outside"] for report in reports])
             names = [spec.name for spec in self._run.prepared.replica.specs]
             alike.weights.compare([report["weights"] for report in reports], names, self._run.context.collective)
         before_s = self._run.context.pacing.now_s()

@@ -98,6 +98,12 @@ class Batches:
         self._lone_samples.close()
 
     def _on_return(self, name: str) -> None:
+        if self._run.is_evaluating:
+            raise UsageError(
+                f"rank {self._run.context.rank}: the evaluation reads the loader {name!r} that prepare returned, which "
+                "is in the middle of its training and gives this worker's part of the data alone; give the evaluation "
+                "a DataLoader of its own"
+            )
         if not self._is_elsewhere:
             handouts = self._run.prepared.handouts
             handouts.look_back()

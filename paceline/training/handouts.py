@@ -158,7 +158,7 @@ class Handouts:
         if self._is_computed or not self._out or self._are_as_left():
             return
         is_new = self._left is None or self._left.tensor() is not self._replica.parameters[0].grad
-        if self._is_averaged and is_new:
+        if self._is_averaged and is_new and any(each.grad is not None for each in self._replica.parameters):
             self._refuse_changed_in_place()
             self._tell_that_it_is_averaged()
         out = list(self._out)  # another thread may read on meanwhile

@@ -1,6 +1,7 @@
 """What rank 0 finds when it judges models, and whether the run's target is reached by that."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 from torch import nn
@@ -10,6 +11,7 @@ from paceline.hooks import place_in_script
 from paceline.interval import Count
 from paceline.records import EvaluationRecord
 from paceline.training import snapshot
+from paceline.training.evaluating import Evaluating
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.holding import Streak
 from paceline.training.kept_models import KeptModel, KeptModels
@@ -123,13 +125,14 @@ class Judge:
         assert self.evaluation is not None
         if self._judged is not None and self._judged[0] == at.iterations:
             return self._judged[1]  # a pause that is repeated, since a worker has died in it
-        found = evaluate(
-            self.evaluation,
-            model,
-            target=run.config.target,
-            now_s=run.context.pacing.now_s,
-            is_put_back=is_put_back,
-        )
+        with self._evaluating(model):
+            found = evaluate(
+                self.evaluation,
+                model,
+                target=run.config.target,
+                now_s=run.context.pacing.now_s,
+                is_put_back=is_put_back,
+            )
         kept_by = run.config.keep_best
         if kept_by is not None and kept_by.metric not in found.metrics:
             raise unknown("metric of --keep-best", kept_by.metric, found.metrics)
@@ -145,3 +148,14 @@ class Judge:
             run.tell("target_reached", details, at_s=self._streak.began_s)
         self._judged = at.iterations, metrics
         return metrics
+
+    @contextmanager
+    def _evaluating(self, model: nn.Module) -> Iterator[None]:
+        run = self._run
+        watch = Evaluating(rank=run.context.rank).watch(model) if run.context.size > 1 else nullcontext()
+        run.is_evaluating = True
+        try:
+            with watch:
+                yield
+        finally:
+            run.is_evaluating = False

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.hooks import OwnHook, place_in_script
 from paceline.strategies.digests import digest
 from paceline.training.divisors import Divisors
+from paceline.training.outside import Outside
 from paceline.training.same_weights import SameWeights
 from paceline.training.sharding import DIFFERS
 from paceline.training.sharding.contents import tensors_in
@@ -26,12 +27,17 @@ _NUM_LOOKS = 2
 @final
 class SameGradients:
     """Looks at each rank's own gradients, before they are averaged, in the steps after a pause, and tells them in the
-    next one. Such a script trains on tensors that it slices or draws itself, alike on every rank."""
+    next one. Such a script trains on tensors that it slices or draws itself, alike on every rank.
+
+    Args:
+        prepared: all parameters of the prepared models, frozen ones too.
+    """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         *,
+        prepared: Sequence[Tensor],
         size: int,
         is_first: bool,
         is_off: Callable[[], bool],
@@ -39,6 +45,7 @@ class SameGradients:
     ) -> None:
         self.weights = SameWeights(parameters, is_off=is_off, some_of=_some_of)
         self.divisors = Divisors(is_first=is_first, num_samples=num_samples)
+        self.outside = Outside(prepared, is_first=is_first, some_of=_some_of)
         """These look at the same backward passes."""
         self.on_begin: Callable[[], object] = lambda: None
         """Called where a look begins."""
@@ -59,6 +66,7 @@ class SameGradients:
         self._gradients, self._num_steps = {}, 0
         self.weights.begin()
         self.divisors.begin()
+        self.outside.begin()
         self.on_begin()
         if not self._hooks:
             self._hooks = [
@@ -69,11 +77,14 @@ class SameGradients:
 
     def hand_out(self, data: Any) -> None:
         """The script gets this batch while somebody looks."""
-        self._batch = digest(map(_some_of, tensors_in(data)))
+        tensors = tensors_in(data)
+        self.outside.hand_out(tensors)
+        self._batch = digest(map(_some_of, tensors))
 
     def end_step(self) -> None:
         """A step is over while somebody looks."""
         self._num_steps += 1
+        self.outside.end_step()
         if self._num_steps == _NUM_STEPS:
             self.close()
 
@@ -108,11 +119,13 @@ class SameGradients:
             hook.remove()
         self._hooks = []
         self.divisors.close()
+        self.outside.close()
 
     def _take(self, number: int, gradient: Tensor) -> None:
         """Nothing is told by gradients that are zero or not finite; sparse ones are refused where they arrive."""
         self.weights.take(number)
         self.divisors.take()
+        self.outside.take()
         if gradient.layout is not torch.strided:
             return
         some = _some_of(gradient)

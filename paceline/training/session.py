@@ -220,7 +220,11 @@ class Session:
         run = self.run
         now_s = run.clock.now_s
         for name, value in metrics.items():
-            number = float(value.detach()) if isinstance(value, Tensor) else float(value)
+            try:
+                number = float(value.detach()) if isinstance(value, Tensor) else float(value)
+            except (TypeError, ValueError, RuntimeError):
+                kind = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise UsageError(f"worker.log({name}=...) takes a number, not {kind}") from None
             run.reporter.emit(MetricRecord(run.context.rank, run.steps, run.iteration, now_s, name, number))
 
     @contextmanager
@@ -235,6 +239,11 @@ class Session:
 
     def require_same_step(self, what: str) -> None:
         """Raise UsageError for what needs all workers, where they are not at the same step."""
+        if self.run.is_evaluating and self.run.context.size > 1:
+            raise UsageError(
+                f"rank {self.run.context.rank}: {what} in the evaluation, which runs on this rank alone; have all "
+                "ranks meet in the training loop: `with worker.meeting(...)`"
+            )
         if self._survivor is not None and self._is_training:
             raise UsageError(
                 f"{what} in the training loop could not be repeated when a worker dies (--elastic); call it before the "
@@ -315,6 +324,7 @@ class Session:
             return None
         return SameGradients(
             whole.parameters,
+            prepared=[parameter for _, parameter in named_parameters_of(whole.model)],
             size=context.size,
             is_first=context.is_first,
             # Servers refuse whatever change of weights there is.

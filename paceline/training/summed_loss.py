@@ -83,7 +83,9 @@ class SummedLoss:
             self._place.warn(self._doubt)
         elif self._terms.are_parts(num_samples):
             what = "the script calls backward() for one part of a batch after the other"
-            self._warn(what, "parts", unless="the gradients are divided afterwards")
+            unless = "the gradients are divided afterwards; and where the script clips or changes the gradient of each "
+            unless += "part, call these inside of `with worker.no_sync():`, or it changes the mean over workers' parts"
+            self._warn(what, "parts", unless=unless)
         elif self._terms.are_apart(num_samples):
             what = f"the loss adds up {num_samples} terms, as many as samples"
             self._warn(what, "terms", unless="each is of a model of its own")

@@ -17,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from paceline.errors import UsageError
 from paceline.hooks import Telling
 from paceline.strategies.replica import named_parameters_of
+from paceline.training.outside import OWN
 
 _MARK = "_paceline_looked_at"  # of an optimizer: that it is prepared, or what was looked at
 _FIRST = "_paceline_first_step"  # of an optimizer that was not: how many prepared steps there were at its first one
-_OWN = "differs_by_rank"  # what a script sets on an optimizer that is each worker's own
 
 
 @final
@@ -61,7 +61,12 @@ class UnpreparedSteps:
 
     def look_at_strange(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises UsageError if it trains what is of no prepared model, and this is not its first batch."""
-        if self.may_step() or self._may_train_others() or getattr(optimizer, _OWN, False):
+        if getattr(optimizer, OWN, False):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    setattr(parameter, OWN, True)
+            return
+        if self.may_step() or self._may_train_others():
             return
         now = self._num_steps()
         if optimizer.__dict__.setdefault(_FIRST, now) != now:
@@ -71,7 +76,7 @@ class UnpreparedSteps:
                 f"parameters of no prepared model (the first is of shape {shapes[0]}), so each worker would train them "
                 "alone; give prepare every model and every optimizer, by name: prepare(generator=..., "
                 "discriminator=..., optimizer_g=..., optimizer_d=..., data=...). If each worker is to have its own, "
-                f"set optimizer.{_OWN} = True"
+                f"set optimizer.{OWN} = True"
             )
 
     def close(self) -> None:

@@ -66,6 +66,7 @@ class Worker:
         world.at_release.append(self._session.release)
         world.progress = lambda: self._session.run.steps
         world.awaits_others = lambda: self._session.run.awaits_others
+        world.has_ended = lambda: self._session.run.has_ended
         world.epoch = lambda: self._session.run.epoch
 
     @property

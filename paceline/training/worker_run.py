@@ -57,6 +57,8 @@ class WorkerRun:
     samples: int = 0
     has_ended: bool = False
     """Nothing that the script does from here on is training."""
+    is_evaluating: bool = False
+    """The script's evaluation runs, on this rank alone."""
     awaits_others: bool = False
     """It waits in a pause, or at its end, for workers that have steps to go until there."""
     _prepared: Prepared | None = None

@@ -85,7 +85,7 @@ def test_workers_that_wait_at_different_places_are_told(tmp_path: Path) -> None:
 
 def test_an_evaluation_cannot_ask_all_workers(tmp_path: Path) -> None:
     """It runs on one of them."""
-    with pytest.raises(RunFailed, match="all_reduce in the training loop needs all workers at the same step"):
+    with pytest.raises(RunFailed, match="all_reduce in the evaluation, which runs on this rank alone"):
         local_engine.run(
             partial(script, tmp_path, evaluates=True), strategy="gossip", workers=2, out=tmp_path, eval_every=1
         )

@@ -1,7 +1,7 @@
 """How one worker's messages reach the servers, whatever they are about."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -46,6 +46,8 @@ class Carrier(ABC):
     is_all_beside: bool = False
     """All servers are on this worker's host, and none takes another's place: rows that lie in their memory can be read
     there, and gradients of rows go with a push."""
+    standing: Callable[[], str | None] | None = None
+    """As a collective's, where all workers push at every step."""
     carries_bytes: bool
     """Tensors for servers elsewhere pass as bytes; else servers reach this worker's memory."""
 

@@ -83,6 +83,9 @@ class ServerGroup(Store):
         self._collective.barrier()
         self._initialise(iteration=0)
 
+    def expect_alike(self) -> None:
+        self._carrier.standing = self._collective.standing
+
     def exchange(self, push: Push) -> Reply:
         self._client.encode(push)
         turn = self._carrier.serve_itself(self._client) if push.is_plain else None

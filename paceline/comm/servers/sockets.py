@@ -12,6 +12,7 @@ import zmq
 from torch import Tensor
 
 from paceline.comm.base import Collective
+from paceline.comm.rank_errors import ALIKE
 from paceline.comm.servers.carrier import Carrier, Conversation, Turn
 from paceline.comm.servers.group import Configure, ServerGroup
 from paceline.comm.servers.holding import identity_of
@@ -20,7 +21,7 @@ from paceline.comm.servers.loan import Loan
 from paceline.comm.servers.self_service import SelfService
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.wire import Caller, Keys
-from paceline.errors import Aborted, DeadlineExceeded, PeerLost
+from paceline.errors import Aborted, CallMismatch, DeadlineExceeded, PeerLost
 from paceline.layout import Layout
 from paceline.messages import Kind, Message, Raw
 from paceline.server.client_core import ClientCore
@@ -36,6 +37,7 @@ _ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind
 # workers and a server on two cores, medians of three: ps-bsp 42,000 samples/s sleeping at once, 50,000 so; ps-asp
 # 50,000 and 55,000. With more workers than cores they sleep at once, for others can use the core.
 _YIELD_S = 1e-3
+_LOOK_S, _STANDS_S = 1.0, 8.0  # a wait looks after so long for others that wait elsewhere, which is no chance then
 WAKE_S = 0.2  # how often a wait looks whether the run was aborted
 _GLANCE_S = 2e-3  # how often it looks at the lines, where servers elsewhere wait for what one here decides
 
@@ -157,6 +159,7 @@ class SocketCarrier(Carrier):
         self._segments: list[SharedBlock] = []
         self._self_service: SelfService | None = None
         self._abort_reason: str | None = None
+        self._stands_since_s: float | None = None  # since when another worker is known to wait elsewhere
         self._look_s = WAKE_S  # how often a wait for servers elsewhere looks at the lines too
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -224,10 +227,13 @@ class SocketCarrier(Carrier):
             DeadlineExceeded, Aborted: other workers have not pushed.
         """
         began_s = time.perf_counter()
+        self._stands_since_s = None
         while not service.is_over:
             if self._abort_reason is not None:
                 raise Aborted(f"an exchange on rank {self._rank} was ended: {self._abort_reason}")
             waited_s = time.perf_counter() - began_s
+            if waited_s > _LOOK_S:
+                self._require_others(began_s + waited_s)
             if self._deadline_s is not None and waited_s > self._deadline_s:
                 raise DeadlineExceeded(f"rank {self._rank}: others did not push within {self._deadline_s:g} s")
             if waited_s < self._yield_s:
@@ -238,6 +244,7 @@ class SocketCarrier(Carrier):
 
     def carry(self, client: Conversation, sends: Iterable[Send]) -> float:
         began_s = heard_s = time.perf_counter()
+        self._stands_since_s = None
         for link in self._links:
             link.asked_over = None
         self._send(sends)
@@ -254,12 +261,27 @@ class SocketCarrier(Carrier):
                 if link.sources and answer.kind is Kind.ANSWER:
                     for source, target in zip(link.sources, link.targets, strict=True):
                         target.copy_(source)
-            if self._deadline_s is not None and time.perf_counter() > heard_s + self._deadline_s:
+            now_s = time.perf_counter()
+            if now_s > heard_s + _LOOK_S:
+                self._require_others(now_s)
+            if self._deadline_s is not None and now_s > heard_s + self._deadline_s:
                 raise DeadlineExceeded(
                     f"rank {self._rank}: server(s) {client.due} did not answer within {self._deadline_s:g} s "
                     f"to: {client.what}"
                 )
         return time.perf_counter() - began_s
+
+    def _require_others(self, now_s: float) -> None:
+        """Raise CallMismatch where this worker waits until all have pushed, and another one for it, elsewhere."""
+        standing = None if self.standing is None else self.standing()
+        if standing is None:
+            self._stands_since_s = None
+        elif self._stands_since_s is None:
+            self._stands_since_s = now_s
+        elif now_s > self._stands_since_s + _STANDS_S:
+            raise CallMismatch(
+                f"rank {self._rank} waits until all have pushed their gradients, and {standing}; {ALIKE}"
+            )
 
     def _follow(self, move: Move) -> None:
         """Leave the server that had a key range, and ask the one that has it now. Nothing is done where that is gone as

@@ -175,6 +175,9 @@ class SharedMemoryCollective(ByteCollective):
     def barrier(self) -> None:
         self._transfers.barrier()
 
+    def standing(self) -> str | None:
+        return self._rendezvous.standing(issued=self._pipeline.issued)
+
     def set_deadline(self, deadline_s: float | None) -> None:
         self._rendezvous.deadline_s = deadline_s
 

@@ -248,19 +248,33 @@ class Rendezvous:
     def require_moving(self, obstacle: Obstacle, rank: int, *, issued: int) -> None:
         """Raise CallMismatch if the rank's message, which this one waits for, cannot come: the rank stands at a step
         beyond all that this one has `issued`, and has put all that it has sent into its box before."""
-        stands_at = self.peers[rank].words[_STANDS_AT]
-        ahead = (stands_at - issued) & _MASK
-        futex.fence()
-        if not stands_at or not 0 < ahead <= NUM_SIGNATURES or rank not in obstacle.missing():
+        theirs = self._standing_at(rank, issued=issued)
+        if theirs is None or rank not in obstacle.missing():
             return
         name, peer = self._names[self.rank], self._names[rank]
-        theirs = Signature.unpack(bytes(self.peers[rank].block.buffer[_signature_place(issued + ahead)]))
         self.fail(
             CallMismatch(
                 f"rank {name} waits for {obstacle.signature} from rank {peer}, which waits for rank {name} to take "
                 f"part in {theirs}; {ALIKE}"
             )
         )
+
+    def standing(self, *, issued: int) -> str | None:
+        """As `Collective.standing`, of a rank that has `issued` so many."""
+        for rank in self.peers:
+            theirs = self._standing_at(rank, issued=issued)
+            if theirs is not None:
+                return f"rank {self._names[rank]} waits for all in {theirs}"
+        return None
+
+    def _standing_at(self, rank: int, *, issued: int) -> Signature | None:
+        """What a rank stands at, beyond all that this one has `issued`."""
+        stands_at = self.peers[rank].words[_STANDS_AT]
+        ahead = (stands_at - issued) & _MASK
+        futex.fence()
+        if not stands_at or not 0 < ahead <= NUM_SIGNATURES:
+            return None
+        return Signature.unpack(bytes(self.peers[rank].block.buffer[_signature_place(issued + ahead)]))
 
     def wait_for_event(
         self,

@@ -21,6 +21,8 @@ from paceline.training.sharding.streams import Gather, Stream
 from paceline.training.sharding.unprepared import reading_prepared
 
 _MAX_IDLE_EPOCHS = 1000
+_OWN = ("__iter__", "_get_iterator", "_index_sampler")
+"""What a class of loaders iterates by."""
 
 
 @final
@@ -73,8 +75,11 @@ class ShardedLoader(StandIn):
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise UsageError(f"prepare takes a torch DataLoader, not {type(loader).__name__}")
-        if type(loader).__iter__ is not DataLoader.__iter__:
-            raise UsageError(f"{type(loader).__name__} iterates in a way of its own; use a plain DataLoader")
+        if any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in _OWN):
+            raise UsageError(
+                f"{type(loader).__name__} iterates in a way of its own; use a plain DataLoader, and have its "
+                "collate_fn or data set do what it does with batches or samples"
+            )
         self._loader, self._rank = loader, rank
         self._on_return, self._should_stop = on_return, should_stop
         self._on_part, self._on_position, self._poison = on_part, on_position, poison

@@ -1,0 +1,120 @@
+"""Scripts whose oddity lies beside their steps: see `odd_asides.py`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import RunFailed
+from tests.conformance import local_engine, odd_asides, virtual_engine
+from tests.conformance.reference import train_alone
+from tests.conformance.scripts import EXACT, assert_close, launched
+from tests.conformance.test_odd_hunted import EVERYWHERE, JOINT, SAME_STEP, SERVERS, STRATEGIES, judge
+
+SETTING = r"the script sets collate_fn of the loader that prepare returned.*set it before prepare"
+REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
+    "collated otherwise": {EVERYWHERE: SETTING},
+    "collated otherwise, later": {EVERYWHERE: SETTING},
+    "an order of its class": {EVERYWHERE: r"FirstOnly iterates in a way of its own; use a plain DataLoader"},
+    "expanded": {EVERYWHERE: r"elements of 'ones', of shape \[4\], share memory.*clone\(\)"},
+    "scaled together": {(*SERVERS[1:], "gossip", "local-sgd"): SAME_STEP.replace("all_gather", "all_reduce")},
+}
+QUICK = ("all-reduce", "ps-asp")
+
+
+def cases(names: Any) -> list[Any]:
+    return [
+        pytest.param(strategy, name, marks=[] if strategy in QUICK else [pytest.mark.slow])
+        for strategy in STRATEGIES
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "name"), cases(odd_asides.SCRIPTS))
+def test_scripts_with_asides(strategy: str, name: str, tmp_path: Path) -> None:
+    says = next((says for where, says in REFUSED.get(name, {}).items() if strategy in where), None)
+    judge(odd_asides.SCRIPTS[name], "virtual", strategy, says, tmp_path, is_compared=True)
+
+
+OF_EVALUATIONS = {
+    "reads the prepared loader": r"rank 0: the evaluation reads the loader 'loader' .*a DataLoader of its own",
+    "asks others": r"rank 0: all_reduce in the evaluation, which runs on this rank alone.*worker\.meeting",
+    "adapts": r"rank 0: the evaluation calls backward\(\) on the model itself.*copy\.deepcopy\(model\)",
+}
+
+
+@pytest.mark.parametrize(("strategy", "name"), cases(odd_asides.EVALUATIONS))
+def test_evaluations_ask_nobody(strategy: str, name: str, tmp_path: Path) -> None:
+    script = odd_asides.EVALUATIONS[name]
+    run = partial(virtual_engine.run, partial(launched, script), strategy=strategy, workers=2, out=tmp_path)
+    settings: dict[str, Any] = {"options": STRATEGIES[strategy], "eval_every": "5"}
+    if says := OF_EVALUATIONS.get(name):
+        with pytest.raises(RunFailed, match=says):
+            run(**settings)
+        return
+    result = run(**settings)
+    if strategy in JOINT:
+        assert_close(result.model_state(), train_alone(script, 2), EXACT)
+
+
+@pytest.mark.parametrize("way", [odd_asides.Anew, odd_asides.anew])
+def test_a_script_that_asks_for_batches_one_by_one_ends_with_the_run(way: Any, tmp_path: Path) -> None:
+    script = partial(launched, partial(odd_asides.by_next, way=way))
+    assert virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path, max_steps=10).iteration == 10
+
+
+def ends_too_early(worker: Any) -> None:
+    odd_asides.by_next(worker, way=iter)
+
+
+def test_next_has_its_own_words_before_the_end(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="StopIteration"):
+        virtual_engine.run(partial(launched, ends_too_early), strategy="all-reduce", workers=2, out=tmp_path)  # type: ignore[arg-type]
+
+
+OWN_TENSOR = r"a tensor of shape \[.*\] that the loss depends on.*not the same on ranks 0 and 1.*worker\.all_reduce"
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
+@pytest.mark.parametrize("script", [odd_asides.scaled, partial(odd_asides.beside_own_model, says_so=False)])
+def test_tensors_that_each_worker_has_otherwise_are_told(strategy: str, script: Any, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=OWN_TENSOR):
+        virtual_engine.run(partial(launched, script), strategy=strategy, workers=2, out=tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", pytest.param("gossip", marks=pytest.mark.slow)])
+def test_they_are_not_told_where_the_script_says_so(strategy: str, tmp_path: Path) -> None:
+    script = partial(launched, partial(odd_asides.beside_own_model, says_so=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        virtual_engine.run(script, strategy=strategy, workers=2, out=tmp_path)
+
+
+def test_worker_log_takes_numbers(tmp_path: Path) -> None:
+    def script(worker: Any) -> Any:
+        return odd_asides.train(worker, stepped=lambda run: worker.log(loss="low"))
+
+    with pytest.raises(RunFailed, match=r"worker\.log\(loss=\.\.\.\) takes a number, not str"):
+        virtual_engine.run(partial(launched, script), strategy="all-reduce", workers=2, out=tmp_path)
+
+
+def calls_alone(worker: Any) -> Any:
+    def look(run: Any) -> None:
+        if run.number == 5 and worker.rank == 0:
+            worker.barrier()
+
+    return odd_asides.train(worker, stepped=look)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_shared_memory", [True, False])
+def test_who_calls_alone_is_not_waited_for_where_servers_wait(in_shared_memory: bool, tmp_path: Path) -> None:
+    """Until the deadline."""
+    run = partial(local_engine.run, partial(launched, calls_alone), strategy="ps-bsp", workers=2, out=tmp_path)
+    with pytest.raises(RunFailed, match=r"rank 1 waits until all have pushed.*rank 0 waits for all in barrier"):
+        run(servers_are_local=in_shared_memory)

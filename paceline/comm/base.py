@@ -191,6 +191,9 @@ class Collective(ABC):
         known without asking."""
         return None
 
+    def be_through(self) -> None:
+        """This rank trains no more: wherever it waits for all, others may take their time to come there."""
+
     completes_alike: ClassVar[bool] = False
     """Whether an operation that one rank has completed can be completed by all, whoever dies."""
 

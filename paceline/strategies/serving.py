@@ -123,7 +123,7 @@ class ServerSynchronizer(Synchronizer):
             coding=coding,
             holds_rows=bool(replica.tables or weights),
         )
-        if is_weighted and not is_partial:
+        if is_weighted and not is_partial and context.reform is None:
             store.expect_alike()
         self._rows = ServedRows(context, store, replica.tables, keeping=keeping, weights=weights)
         if codec is not None:

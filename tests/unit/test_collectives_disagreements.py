@@ -262,3 +262,22 @@ def run_slow_message(collective: Collective) -> bool:
     collective.recv(tensor, source=0).wait()
     collective.all_gather_object("received")
     return bool(tensor.eq(1).all())
+
+
+@pytest.mark.parametrize("is_through", [False, True])
+def test_others_see_where_a_rank_stands_unless_it_is_through(is_through: bool) -> None:
+    with World("shared_memory", 2) as pair:
+        standing = pair.run(run_one_that_waits_for_all, is_through)[1]
+    assert standing == (None if is_through else "rank 0 waits for all in barrier")
+
+
+def run_one_that_waits_for_all(collective: Collective, is_through: bool) -> str | None:
+    found = None
+    if collective.rank == 0 and is_through:
+        collective.be_through()
+    if collective.rank == 1:
+        until_s = time.monotonic() + (0.5 if is_through else 60.0)
+        while found is None and time.monotonic() < until_s:
+            found = collective.standing()
+    collective.barrier()
+    return found

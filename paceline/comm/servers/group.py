@@ -109,6 +109,7 @@ class ServerGroup(Store):
         self._client.joined()
 
     def leave(self) -> None:
+        self._collective.be_through()
         self._ask(self._client.leave())
 
     def optimizer_state(self) -> dict[str, Tensor]:

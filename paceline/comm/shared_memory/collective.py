@@ -178,6 +178,9 @@ class SharedMemoryCollective(ByteCollective):
     def standing(self) -> str | None:
         return self._rendezvous.standing(issued=self._pipeline.issued)
 
+    def be_through(self) -> None:
+        self._rendezvous.be_through()
+
     def set_deadline(self, deadline_s: float | None) -> None:
         self._rendezvous.deadline_s = deadline_s
 

@@ -19,6 +19,7 @@ from paceline.errors import CallMismatch, PeerLost, UsageError
 _EVENTS, _ARRIVED, _DONE, _DEPARTED = 0, 1, 2, 3  # EVENTS counts the changes that others sleep on
 _SLEEPS = 4  # whether this rank sleeps, or is about to, on another's events
 _STANDS_AT = 5  # the last step at which this rank has waited for others to arrive, and for nothing else
+_IS_THROUGH = 6  # whether it waits only until others are through as well
 # then a line with a doorbell that others ring and this rank sleeps on,
 _BELL = 16
 _NUM_WORDS = 32
@@ -261,11 +262,15 @@ class Rendezvous:
 
     def standing(self, *, issued: int) -> str | None:
         """As `Collective.standing`, of a rank that has `issued` so many."""
-        for rank in self.peers:
+        for rank, peer in self.peers.items():
             theirs = self._standing_at(rank, issued=issued)
-            if theirs is not None:
+            if theirs is not None and not peer.words[_IS_THROUGH]:
                 return f"rank {self._names[rank]} waits for all in {theirs}"
         return None
+
+    def be_through(self) -> None:
+        """As `Collective.be_through`."""
+        self._words[_IS_THROUGH] = 1
 
     def _standing_at(self, rank: int, *, issued: int) -> Signature | None:
         """What a rank stands at, beyond all that this one has `issued`."""

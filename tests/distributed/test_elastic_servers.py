@@ -183,17 +183,17 @@ def meanwhile(directory: Path, *turns: tuple[int, int | None, dict[str, int]]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "servers"), [("ps-bsp", 2), ("ps-ssp", 1)])
-def test_one_joins_and_leaves(tmp_path: Path, ray_here: None, strategy: str, servers: int) -> None:
+@pytest.mark.parametrize(("strategy", "servers", "workers"), [("ps-bsp", 2, 2), ("ps-ssp", 1, 1)])
+def test_one_joins_and_leaves(tmp_path: Path, ray_here: None, strategy: str, servers: int, workers: int) -> None:
     """It does what the others had not begun, and has a lane of the next epochs, until it goes."""
-    turns = [(5, 3, {"ready": 1}), (12, None, {"let_in": 1}), (20, 2, {})]
+    turns = [(5, workers + 1, {"ready": 1}), (12, None, {"let_in": 1}), (20, workers, {})]
     with meanwhile(tmp_path, *turns):
         out = trained(
-            tmp_path, "--epochs", 3, *held(5, 12, 20), workers=2, strategy=strategy, options={"servers": servers},
-            elastic="1:3", eval_every=16, checkpoint_every=16,
+            tmp_path, "--epochs", 3, *held(5, 12, 20), workers=workers, strategy=strategy,
+            options={"servers": servers}, elastic="1:3", eval_every=16, checkpoint_every=16,
         )  # fmt: skip
-    assert joined(out) == [2]
-    assert [event["who"] for event in of(out, "left")] == ["worker-2"]
+    assert joined(out) == [workers]
+    assert [event["who"] for event in of(out, "left")] == [f"worker-{workers}"]
     assert not any(told_of(out)[name] for name in ("lost", "left_over", "refused"))
     assert of(out, "let_go")[0]["details"]["steps"] > 0
     require_each_batch_once(out, epochs=3)

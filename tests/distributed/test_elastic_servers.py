@@ -220,17 +220,28 @@ def test_who_dies_is_replaced(tmp_path: Path, ray_here: None) -> None:
 
 @pytest.mark.slow
 def test_deaths_around_a_join(tmp_path: Path, ray_here: None) -> None:
-    """Who gives its state dies in that, so that another one gives; of two who take it one dies in that, and the other
-    in its first step."""
-    faults = ["--fail-giving", 0, "--fail-to-join", "2:taking", "--fail", "3:1:kill"]
-    turns = [(5, 4, {"ready": 2}), (12, None, {"let_in": 1, "not_joined": 1})]
+    """Who gives its state dies in that, so that another one gives; of those who take it one dies in that, one has
+    another model, and one dies in its first step."""
+    faults = [
+        "--fail-giving",
+        0,
+        "--fail-to-join",
+        "2:taking",
+        "--fail",
+        "3:1:kill",
+        "--fail-to-join",
+        "4:another model",
+    ]
+    turns = [(5, 5, {"ready": 3}), (12, None, {"let_in": 1, "not_joined": 2})]
     with meanwhile(tmp_path, *turns):
         out = trained(
             tmp_path, "--epochs", 3, *faults, *held(5, 12), workers=2, strategy="ps-bsp", options={"servers": 2},
-            elastic="1:4",
+            elastic="1:5",
         )  # fmt: skip
     assert [event["who"] for event in of(out, "lost")] == ["worker-0", "worker-3"]
-    assert [event["who"] for event in of(out, "not_joined")] == ["worker-2"]
+    why = {event["who"]: event["details"]["why"] for event in of(out, "not_joined")}
+    assert why.keys() == {"worker-2", "worker-4"}
+    assert "would join with another model: only one of the two has 5." in why["worker-4"]
     assert not of(out, "left_over")
     require_each_sample(out, times=3)
     require_whole(out, servers=2, gradients=72)

@@ -204,11 +204,11 @@ def test_one_joins_and_leaves(tmp_path: Path, ray_here: None, strategy: str, ser
 
 @pytest.mark.slow
 def test_who_dies_is_replaced(tmp_path: Path, ray_here: None) -> None:
-    """Its own end is the run's: it meets the other at the end alone."""
+    """The new one meets the other at the end alone. Loaders have fetched ahead what they do not give back."""
     with meanwhile(tmp_path, (8, None, {"ready": 1}), (14, None, {"let_in": 1})):
         out = trained(
-            tmp_path, "--epochs", 3, "--fail", "1:4:kill", *held(8, 14), workers=2, strategy="ps-asp", elastic="1:2",
-            replace=1,
+            tmp_path, "--epochs", 3, "--fail", "1:4:kill", "--loaders", 1, *held(8, 14), workers=2,
+            strategy="ps-asp", elastic="1:2", replace=1,
         )  # fmt: skip
     assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
     assert joined(out) == [2]
@@ -222,16 +222,8 @@ def test_who_dies_is_replaced(tmp_path: Path, ray_here: None) -> None:
 def test_deaths_around_a_join(tmp_path: Path, ray_here: None) -> None:
     """Who gives its state dies in that, so that another one gives; of those who take it one dies in that, one has
     another model, and one dies in its first step."""
-    faults = [
-        "--fail-giving",
-        0,
-        "--fail-to-join",
-        "2:taking",
-        "--fail",
-        "3:1:kill",
-        "--fail-to-join",
-        "4:another model",
-    ]
+    to_join = ["--fail-to-join", "2:taking", "--fail-to-join", "4:another model"]
+    faults = ["--fail-giving", 0, "--fail", "3:1:kill", *to_join]
     turns = [(5, 5, {"ready": 3}), (12, None, {"let_in": 1, "not_joined": 2})]
     with meanwhile(tmp_path, *turns):
         out = trained(

@@ -68,6 +68,13 @@ class Coordinator:
         """This rank, which has taken no part so far, is ready to take a state."""
         return self if rank in self.joining else replace(self, joining=(*self.joining, rank))
 
+    def entered(self, report: Report) -> "Coordinator":
+        """Where no step needs all, whoever joins takes part as soon as it has a state: the next epoch begins when it
+        has stopped, too. Raises StaleEpoch if others may have met since they gave that state."""
+        self._require_of_epoch(report, (*self.joining,))
+        joining = tuple(other for other in self.joining if other != report.rank)
+        return replace(self, living=(*self.living, report.rank), joining=joining)
+
     def died(self, rank: int) -> tuple["Coordinator", Form | None]:
         """Raises RunFailed where too few are left."""
         left = len(self.living) - (rank in self.living)
@@ -90,11 +97,7 @@ class Coordinator:
             StaleEpoch: the report is of another epoch, or of somebody who takes no part.
             RunFailed: a member lacks more than one step.
         """
-        if report.epoch != self.membership.epoch or report.rank not in (*self.living, *self.joining):
-            raise StaleEpoch(
-                f"refused rank {report.rank}'s report of epoch {report.epoch}; this is epoch {self.membership.epoch} "
-                f"of ranks {self.living}"
-            )
+        self._require_of_epoch(report, (*self.living, *self.joining))
         others = tuple(other for other in self.reports if other.rank != report.rank)
         for other in others:
             if abs(other.applied - report.applied) > 1 and {other.rank, report.rank} <= {*self.living}:
@@ -102,6 +105,14 @@ class Coordinator:
                     f"ranks {other.rank} and {report.rank} are {other.applied} and {report.applied} steps far"
                 )
         return replace(self, reports=(*others, report))._decided()
+
+    def _require_of_epoch(self, report: Report, ranks: tuple[int, ...]) -> None:
+        """Raises StaleEpoch if it is of another epoch, or of none of these."""
+        if report.epoch != self.membership.epoch or report.rank not in ranks:
+            raise StaleEpoch(
+                f"refused rank {report.rank}'s report of epoch {report.epoch}; this is epoch {self.membership.epoch} "
+                f"of ranks {self.living}"
+            )
 
     @property
     def _stopped(self) -> tuple[Report, ...]:

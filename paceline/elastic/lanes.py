@@ -42,7 +42,7 @@ class Done(NamedTuple):
 class Lanes:
     """A value: each event makes the next one. Whoever begins an epoch first has it dealt to all who are there, a lane
     each. What is left in the lane of one who has gone is given to those who ask, a batch at a time, when they have come
-    to the end of their own.
+    to the end of their own. So is what workers give back of their lanes for one who comes, who has none of this epoch.
 
     A batch that has been given is given to nobody else, so each counts once: with whoever has it, or, if that goes as
     well before it has done it, with the next one.
@@ -53,7 +53,8 @@ class Lanes:
     dealt: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """By epoch: whose its lanes are, or were."""
     rests: tuple[LaneBatch, ...] = ()
-    """Of lanes whose workers have gone: the first batch that nobody has, if the lane has so many."""
+    """Of lanes whose workers have gone, or given them back: the first batch that nobody has, if the lane has so
+    many."""
     back: tuple[LaneBatch, ...] = ()
     """Given to those who have gone since, and not done."""
     given: Mapping[int, tuple[LaneBatch, ...]] = field(default_factory=dict)
@@ -61,6 +62,8 @@ class Lanes:
     samples: int = 0
     """That those who have gone had trained on."""
     steps: int = 0
+    ends: tuple[LaneBatch, ...] = ()
+    """Of lanes whose workers have given back the rest: its first batch. Those before it are their own."""
 
     @classmethod
     def first(cls, num_workers: int) -> Self:
@@ -90,6 +93,7 @@ class Lanes:
             {int(rank): _batches(batches) for rank, batches in plain["given"].items()},
             plain["samples"],
             plain["steps"],
+            _batches(plain.get("ends", ())),
         )
 
     @property
@@ -103,6 +107,7 @@ class Lanes:
             "given": {str(rank): [list(each) for each in batches] for rank, batches in self.given.items()},
             "samples": self.samples,
             "steps": self.steps,
+            "ends": [list(each) for each in self.ends],
         }
 
     def begin(self, rank: int, *, epoch: int) -> tuple["Lanes", Lane | None]:
@@ -111,19 +116,35 @@ class Lanes:
         lane = Lane(ranks.index(rank), len(ranks)) if rank in ranks else None
         return replace(self, dealt={**self.dealt, epoch: ranks}), lane
 
+    def come(self, rank: int) -> "Lanes":
+        """This worker takes part from here on."""
+        return replace(self, present=(*self.present, rank))
+
+    def give_back(self, rank: int, rest: LaneBatch) -> "Lanes":
+        """This worker does its lane up to this batch alone, and what is left of it with the others."""
+        if rank not in self.present:  # it has died since, and all of its lane is given to others
+            return self
+        return replace(self, rests=(*self.rests, rest), ends=(*self.ends, rest))
+
     def gone(self, rank: int, done: Done) -> "Lanes":
         """This worker does nothing more."""
-        rests = list(self.rests)
+        rests, back = list(self.rests), [*self.back, *self.given.get(rank, ())[done.left_over :]]
         for epoch, ranks in self.dealt.items():
             number = done.own if epoch == done.epoch else 0
             is_through = epoch < done.epoch or (epoch == done.epoch and number == done.length)
-            if rank in ranks and not is_through:
-                rests.append(LaneBatch(epoch, number, ranks.index(rank), len(ranks)))
+            if rank not in ranks or is_through:
+                continue
+            first = LaneBatch(epoch, number, ranks.index(rank), len(ranks))
+            end = next((each for each in self.ends if _lane_of(each) == _lane_of(first)), None)
+            if end is None:
+                rests.append(first)
+            else:
+                back += [first._replace(number=each) for each in range(number, end.number)]
         return replace(
             self,
             present=tuple(other for other in self.present if other != rank),
             rests=tuple(rests),
-            back=(*self.back, *self.given.get(rank, ())[done.left_over :]),
+            back=tuple(back),
             given={other: batches for other, batches in self.given.items() if other != rank},
             samples=self.samples + done.samples,
             steps=self.steps + done.steps,
@@ -143,12 +164,16 @@ class Lanes:
 
     def is_none(self, rank: int, batch: LaneBatch) -> "Lanes":
         """The lane has no such batch: this worker, which was given it last, has nothing to do for it."""
-        after = [each for each in self.rests if (each.epoch, *each[2:]) != (batch.epoch, *batch[2:])]
+        after = [each for each in self.rests if _lane_of(each) != _lane_of(batch)]
         return replace(self, rests=tuple(after), given={**self.given, rank: self.given[rank][:-1]})
 
     def before(self, epoch: int) -> tuple[LaneBatch, ...]:
         """What is left of earlier epochs: single batches, and the first ones of rests."""
         return tuple(each for each in (*self.back, *self.rests) if each.epoch < epoch)
+
+
+def _lane_of(batch: LaneBatch) -> tuple[int, int, int]:
+    return batch.epoch, batch.lane, batch.size
 
 
 def _batches(plain: Sequence[Sequence[int]]) -> tuple[LaneBatch, ...]:

@@ -311,8 +311,6 @@ def _require_survivable(
         raise UsageError(f"--global-batch keep: under {name_of(plan)} {why}; use --global-batch grow")
     if traits.outlives_workers and is_simulated:
         raise UsageError(f"--elastic under {name_of(plan)} is for real processes so far; leave --engine virtual out")
-    if traits.outlives_workers and elastic.replacements:
-        raise UsageError(f"--replace: nobody can join under {name_of(plan)} so far; leave it out")
     if attack:
         raise UsageError("--attack and --elastic do not go together: hostile workers are known by their number")
 

@@ -220,6 +220,16 @@ class ServerCore:
             yield from self._exchange(client, last_push, now_s)
         yield from self._leave(client, Message(Kind.LEAVE, self.epoch, sender=worker), now_s)
 
+    def expect(self, worker: int) -> int:
+        """A worker that has attached is to take part from here on. Returns the clock that it is expected at: under bsp
+        no update of a later one is made here without it."""
+        return max(part.shard.join(worker) for part in self.parts)
+
+    def let_in(self, worker: int, clock: int, now_s: float) -> Iterator[Action]:
+        """All servers expect the worker, the last of them at this clock, for which it pushes first."""
+        for index, part in self._all_parts:
+            yield from self._answer(index, part, part.shard.begin_with(worker, clock), now_s)
+
     @property
     def wakes_at_s(self) -> float | None:
         """When `tick` is to be called, if no message comes before; by the clock that messages come with."""

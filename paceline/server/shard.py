@@ -229,6 +229,11 @@ class Shard:
         self.pulled(worker)
         return self.rule.clock_of(worker)
 
+    def begin_with(self, worker: int, clock: int) -> list[Answer]:
+        """The worker has joined, on every server, and is to push for this clock first."""
+        self._update(self.rule.begin_with(worker, clock))
+        return list(self._answers())
+
     def leave(self, worker: int) -> list[Answer]:
         """The worker pushes no more and has no answer to come; nobody waits for it from here on."""
         _, given = self._waiting.pop(worker, (0, None))

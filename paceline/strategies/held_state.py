@@ -59,6 +59,10 @@ class HeldState:
                 )
             state = export_state(optimizer, self._replica.parameters)
             self._holder.load_state(state, iteration=iteration)
+        self.take_up()
+
+    def take_up(self) -> None:
+        """The servers have a state already, whatever the optimizer came with."""
         self.drop()
         self._has_begun = True
 

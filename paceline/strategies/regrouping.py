@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from paceline.comm.base import Collective
 from paceline.elastic import Lane, LaneBatch, Member
+from paceline.membership import Membership
 from paceline.messages import Raw
 
 
@@ -77,6 +78,13 @@ class LaneKeeper(Protocol):
         Args:
             none: what was returned before, where the lane has no such batch.
         """
+
+    def give_back(self, rank: int, rest: LaneBatch) -> None:
+        """This worker leaves its lane, from this batch on, to whoever asks for it."""
+
+    def enter(self, member: Member) -> Membership:
+        """This worker joins, with a state of the epoch that this member of it is of, and takes part. Returns who does,
+        whom it meets in the next pause. Raises StaleEpoch where the others have met without it since."""
 
     def lanes(self) -> Mapping[str, Any]:
         """`Lanes.plain`, as it is now."""

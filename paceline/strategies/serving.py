@@ -105,7 +105,7 @@ class ServerSynchronizer(Synchronizer):
         self._steps = 0
         self._looks_at = 1  # the step before which is looked at what the script may have changed
         self._compares = False  # what this step pushes with the other workers', if all are to push the same
-        self._is_joint = context.size == 1 or (is_weighted and not is_partial)
+        self._is_joint = (is_weighted or context.size == 1) and not is_partial
         self._has_left = False  # the script takes no further steps
         self._is_left_to_script = False  # the servers' parameters are no longer written here
         self._weight = 1.0
@@ -260,6 +260,11 @@ class ServerSynchronizer(Synchronizer):
 
     def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
         self.context = context
+
+    def enter(self) -> None:
+        """What the servers have counts, and comes with the first admission."""
+        self._held.take_up()
+        self._owned.untouched.accept(looks_closely=True)
 
     def close(self) -> None:
         self._combining.script_is_done()

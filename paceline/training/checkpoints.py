@@ -155,6 +155,12 @@ class Checkpoints:
         weights = snapshot.weights_of(self._run.prepared.replica.model, copies=False)
         return self.made(weights, replace(own, extra=copy.deepcopy(own.extra)), [worker], self._run.clock.now_s)
 
+    def of_script(self, place: Place) -> Checkpoint:
+        """What servers do not have of this worker, for those who join it, whose next batch is of this place."""
+        own = self._taken()
+        worker = replace(own.worker, epoch=place.epoch, num_batches_done=0, stream=None)
+        return self.made({}, own, [worker], self._run.clock.now_s, optimizer={})
+
     def made(
         self,
         weights: dict[str, Tensor],
@@ -164,15 +170,16 @@ class Checkpoints:
         *,
         metrics: dict[str, float] | None = None,
         rows: Written | None = None,
+        optimizer: dict[str, Tensor] | None = None,
     ) -> Checkpoint:
         """The run as it is, with these weights and workers' states; `own` is this worker's part. It holds all rows
-        itself, unless servers have written them."""
+        itself, unless servers have written them, and the optimizer's state as it is, unless one is given."""
         run = self._run
         return Checkpoint(
             iteration=run.iteration,
             time_s=time_s,
             model=weights,
-            optimizer=run.prepared.synchronizer.optimizer_state(),
+            optimizer=run.prepared.synchronizer.optimizer_state() if optimizer is None else optimizer,
             groups=own.groups,
             workers=workers,
             seed=run.config.seed,
@@ -191,6 +198,16 @@ class Checkpoints:
         """Go on beside the worker that this is of, which trains."""
         snapshot.load_weights(self._run.prepared.replica.model, checkpoint)
         self._go_on(checkpoint, mine, mine.own)
+
+    def take_up_script(self, checkpoint: Checkpoint, place: Place) -> None:
+        """Go on from this place beside the worker that this is of, which trains: servers have the model."""
+        run, prepared = self._run, self._run.prepared
+        mine = replace(checkpoint.workers[0], epoch=place.epoch, num_batches_done=place.num_batches_done)
+        self._require_same_optimizers(checkpoint)
+        run.iteration = checkpoint.iteration
+        run.clock.set(checkpoint.time_s)
+        snapshot.load_buffers(prepared.replica.model, mine)
+        feeds.resume(prepared.feeds, mine, checkpoint.data)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Set counters, clock, the optimizer's state, what is this worker's own, and the position in the data."""
@@ -212,17 +229,21 @@ class Checkpoints:
 
     def _go_on(self, checkpoint: Checkpoint, mine: WorkerState, own: Mapping[str, Tensor]) -> None:
         run, prepared = self._run, self._run.prepared
-        if checkpoint.optimizers != prepared.optimizer_names:
-            raise UsageError(
-                f"the checkpoint is of {_listed(checkpoint.optimizers)}, this run has "
-                f"{_listed(prepared.optimizer_names)}; prepare the same optimizers, in the same order"
-            )
+        self._require_same_optimizers(checkpoint)
         run.iteration, run.steps, run.samples = checkpoint.iteration, mine.steps, mine.samples
         run.clock.set(checkpoint.time_s)
         snapshot.load_buffers(prepared.replica.model, mine)
         prepared.synchronizer.restore(checkpoint.optimizer, own, iteration=checkpoint.iteration)
         row_tables.load_rows(run, checkpoint)
         feeds.resume(prepared.feeds, mine, checkpoint.data)
+
+    def _require_same_optimizers(self, checkpoint: Checkpoint) -> None:
+        own = self._run.prepared.optimizer_names
+        if checkpoint.optimizers != own:
+            raise UsageError(
+                f"the checkpoint is of {_listed(checkpoint.optimizers)}, this run has {_listed(own)}; prepare the same "
+                "optimizers, in the same order"
+            )
 
     def _taken(self) -> Snapshot:
         prepared = self._run.prepared

@@ -186,17 +186,20 @@ class Course:
             if self._survivor.enters():
                 self.joins, self.has_started = False, True
                 self._run.prepared.account.start()
+                if self._run.traits.outlives_workers:  # whose servers say when it goes on, and where the run is
+                    self._unsettled = StepOutcome(self._run.iteration, admitted=False)
         elif self._survivor.leaves():
             self.has_finished = self._run.has_ended = True
             raise BudgetReached("this worker leaves the run")
 
     def catch_up(self) -> bool:
-        """All workers may have ended a round between two steps of this one's script. Returns whether the run goes
-        on."""
+        """All workers may have ended a round between two steps of this one's script, or it has just come. Returns
+        whether the run goes on."""
         run, iteration = self._run, self._run.prepared.synchronizer.iteration
         if iteration > run.iteration:
             self._unsettled = outcome = StepOutcome(iteration)
             self._take(outcome)
+        if self._unsettled is not None:
             self.settle()
         return not run.has_ended
 

@@ -4,11 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
+import torch
+
 from paceline.checkpoint import WorkerState
 from paceline.elastic import Done, Lanes, Member
 from paceline.errors import UsageError
 from paceline.strategies.base import Context, Synchronizer
-from paceline.strategies.regrouping import LaneKeeper
+from paceline.strategies.regrouping import LaneKeeper, Regrouping
+from paceline.training.entering import Entering
 from paceline.training.given import Given
 from paceline.training.sharding import Place
 from paceline.training.sharding.lane import LaneData, Reached
@@ -33,6 +36,8 @@ class Outlived:
         self._run = run
         self._member = Member(run.context.rank, run.context.membership)
         self._data: LaneData | None = None
+        self._is_whole = True  # all who take part are connected, as far as this worker knows
+        self.entering: Entering | None = None
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -66,18 +71,37 @@ class Outlived:
         pass
 
     def leaves(self) -> bool:
-        reform = self._run.context.reform
-        assert reform is not None
+        reform = self._reform
         if not reform.is_asked_to_leave or self._run.has_ended:
             return False
         reform.leave(self._run.context.rank)  # and the launcher has the servers go on without it
         return True
 
     def enters(self) -> bool:
-        raise UsageError("under servers nobody joins so far (--elastic)")
+        assert self.entering is not None
+        member = self.entering.take()
+        if member is None:
+            return False
+        run = self._run
+        self._member, self._is_whole = member, False
+        run.context = replace(run.context, membership=member.membership)
+        run.prepared.synchronizer.rejoin(run.context)
+        run.prepared.synchronizer.enter()
+        return True
 
     def give(self, place: Place) -> None:
-        pass
+        """To who joins: what is left of this worker's lane, and what servers do not have. That says when all meet next,
+        so that this worker meets nobody from here on before the launcher has said who is there."""
+        reform = self._reform
+        to = reform.asked_to_give
+        if not to or self._run.has_ended:
+            return
+        assert self._data is not None
+        assert self.entering is not None
+        self._data.give_back()
+        content = self.entering.given(self._member, place)
+        self._is_whole = False
+        reform.give(lambda path: torch.save(content, path), member=self._member, to=to)
 
     def for_later(self, worker: WorkerState) -> WorkerState:
         place = Place(worker.epoch, worker.num_batches_done, worker.stream)
@@ -114,10 +138,17 @@ class Outlived:
         return repeated(
             meet,
             part,
+            is_whole=self._is_whole,
             rejoin=lambda: synchronizer.rejoin(self._regroup()),
             num_met=lambda: self._member.met,
             end=self._end_meeting,
         )
+
+    @property
+    def _reform(self) -> Regrouping:
+        reform = self._run.context.reform
+        assert reform is not None
+        return reform
 
     @property
     def _keeper(self) -> LaneKeeper:
@@ -135,10 +166,9 @@ class Outlived:
     def _regroup(self) -> Context:
         """Wait for all who are left, however many steps these have to go until here."""
         run = self._run
-        assert run.context.reform is not None
         run.awaits_others = True
-        self._member, collective, local_rank, local_size = run.context.reform(self._member, tuple)
-        run.awaits_others = False
+        self._member, collective, local_rank, local_size = self._reform(self._member, tuple)
+        run.awaits_others, self._is_whole = False, True
         membership = self._member.membership
         run.context = replace(
             run.context, membership=membership, collective=collective, local_rank=local_rank, local_size=local_size

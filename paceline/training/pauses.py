@@ -79,14 +79,15 @@ class Pauses:
         return self._judge.last_metrics
 
     def state(self) -> dict[str, Any]:
-        """What has been decided so far, as plain data: the same on all workers in lock step."""
+        """What has been decided so far, as plain data: the same on all workers in lock step, and under servers."""
         decided = {"cadence": self._cadence.state(), "agreement": self._agreement.state()}
-        return {**decided, **self._judge.state()}
+        return {**decided, "together_s": self._together_s, **self._judge.state()}
 
     def take_up(self, state: Mapping[str, Any]) -> None:
         """Meet from here on when those do who gave this."""
         self._cadence.take_up(state["cadence"])
         self._agreement.take_up(state["agreement"])
+        self._together_s = state["together_s"]
         self._judge.take_up(state)
 
     def note_settings(self) -> None:

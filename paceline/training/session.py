@@ -37,6 +37,7 @@ from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.course import Course
 from paceline.training.elastic import Survivor
+from paceline.training.entering import Entering
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.extra_states import NAME, ExtraStates
 from paceline.training.feeds import Feed, joined
@@ -89,9 +90,12 @@ class Session:
         self._checkpoint = checkpoint
         traits = self.run.traits
         runs_free = traits.tells_stop and not traits.lock_step
-        self._cadence = Cadence(config, num_free_workers=context.size if runs_free else 0)
+        # Whoever joins later has the same.
+        num_workers = context.num_at_start or context.size
+        self._cadence = Cadence(config, num_free_workers=num_workers if runs_free else 0)
         self._survivor: Surviving | None = None
         repeating: Survivor | None = None
+        outlived: Outlived | None = None
         if config.elastic is not None and context.reform is not None and traits.outlives_workers:
             self._survivor = outlived = Outlived(self.run)
             self.run.context = replace(self.run.context, done=outlived.done)
@@ -104,6 +108,8 @@ class Session:
         if repeating is not None:
             repeating.states = States(self.run, repeating, self.pauses, self._checkpoints, on_taken=self._take_up)
             repeating.on_joined = self.pauses.compare_soon
+        if outlived is not None:
+            outlived.entering = Entering(self.run, self.pauses, self._checkpoints, on_taken=self._take_up)
         self.course = Course(self.run, self._cadence, self.pauses, self._checkpoints, self._survivor)
         if repeating is not None:
             repeating.end_pass = self.course.end_pass

@@ -75,6 +75,7 @@ def repeated(
     meet: Callable[[], T],
     part: Callable[[], None],
     *,
+    is_whole: bool = True,
     rejoin: Callable[[], None],
     num_met: Callable[[], int],
     end: Callable[[], None],
@@ -82,11 +83,12 @@ def repeated(
     """As `Surviving.repeated`.
 
     Args:
+        is_whole: those who are there are connected.
         rejoin: goes on with those who are left. Collective call of these.
         num_met: meetings that are over.
         end: notes that this one is.
     """
-    before, is_whole = num_met(), True
+    before = num_met()
     found: list[T] = []
     while True:
         try:

@@ -1,17 +1,20 @@
-"""Workers die or leave under parameter servers: the others train on, what was pushed counts whole or not at all, and
-what the gone have left of their data is trained on by others."""
+"""Workers die, leave and join under parameter servers: the others train on, what was pushed counts whole or not at all,
+and what the gone have left of their data, and those who were there before a joiner, is trained on by whoever asks."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import paceline
 from paceline.checkpoint_files import from_newest, iteration_of
-from tests.distributed.harness import wait_until
+from tests.distributed.harness import is_training, wait_until
 from tests.distributed.local import Listener
 from tests.distributed.test_elastic import (
     SCRIPT,
@@ -21,6 +24,7 @@ from tests.distributed.test_elastic import (
     trained,
     undisturbed,
 )
+from tests.distributed.test_joining import held, iterations_of, joined, scale
 
 pytestmark = pytest.mark.ray
 # Before a worker waits for the answers of servers, which it has asked; and before it asks one.
@@ -43,6 +47,12 @@ def require_whole(out: Path, *, servers: int, gradients: int = 48) -> None:
     assert len(by_server[0]) == gradients
 
 
+def require_each_sample(out: Path, *, times: int, samples: int = 96) -> None:
+    """A joiner's first batch counts, too; a fast worker may do in a later epoch what was left of an earlier one."""
+    lines = [line.split() for path in (out.parent / "log").glob("rank-*") for line in path.read_text().splitlines()]
+    assert Counter(int(index) for _, _, *indices in lines for index in indices) == dict.fromkeys(range(samples), times)
+
+
 def told_of(out: Path) -> dict[str, list[dict]]:
     return {name: of(out, name) for name in ("lost", "let_go", "left_over", "refused")}
 
@@ -59,7 +69,9 @@ def test_a_worker_dies_in_backward(tmp_path: Path, ray_here: None, strategy: str
     assert not told["left_over"]
     assert not told["refused"]
     assert of(out, "reformed")[-1]["details"]["ranks"] == [0, 2]
-    require_each_sample_once(out)
+    require_each_sample(out, times=2)
+    if strategy == "ps-bsp":  # the others wait until what is left is known
+        require_each_sample_once(out)
     require_whole(out, servers=1)
     assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 192
 
@@ -140,8 +152,97 @@ def test_a_run_in_which_one_died_goes_on_with_any_number(tmp_path: Path, ray_her
     assert len(of(again, "left_over")) == 0
 
 
+@contextmanager
+def meanwhile(directory: Path, *turns: tuple[int, int | None, dict[str, int]]) -> Iterator[None]:
+    """At each of these iterations, after which all wait, asks for so many workers, if that is given, and has all go on
+    when there are so many of each of these events."""
+    out, failures = directory / "out", list[BaseException]()
+
+    def go_on(iteration: int) -> None:
+        (directory / "log" / f"go-{iteration}").touch()
+
+    def ask() -> None:
+        try:
+            assert wait_until(lambda: out.exists() and is_training(out), within_s=120)
+            for iteration, number, wanted in turns:
+                assert wait_until(lambda i=iteration: max(iterations_of(out), default=0) >= i, within_s=120)
+                if number is not None:
+                    scale(out, number)
+                for name, count in wanted.items():
+                    assert wait_until(lambda n=name, c=count: len(of(out, n)) >= c, within_s=120), name
+                go_on(iteration)
+        except BaseException as failure:
+            failures.append(failure)
+            for iteration, *_ in turns:
+                go_on(iteration)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    yield
+    thread.join()
+    assert not failures, failures
+
+
 @pytest.mark.slow
-def test_a_worker_leaves_when_it_is_asked_to_and_nobody_joins(start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "servers", "workers"), [("ps-bsp", 2, 2), ("ps-asp", 1, 1)])
+def test_one_joins_and_leaves(tmp_path: Path, ray_here: None, strategy: str, servers: int, workers: int) -> None:
+    """It does what the others had not begun, and has a lane of the next epochs, until it goes."""
+    turns = [(5, workers + 1, {"ready": 1}), (12, None, {"let_in": 1}), (20, workers, {})]
+    with meanwhile(tmp_path, *turns):
+        out = trained(
+            tmp_path, "--epochs", 3, *held(5, 12, 20), workers=workers, strategy=strategy,
+            options={"servers": servers}, elastic="1:3", eval_every=16, checkpoint_every=16,
+        )  # fmt: skip
+    assert joined(out) == [workers]
+    assert [event["who"] for event in of(out, "left")] == [f"worker-{workers}"]
+    assert not any(told_of(out)[name] for name in ("lost", "left_over", "refused"))
+    assert of(out, "let_go")[0]["details"]["steps"] > 0
+    require_each_sample(out, times=3)
+    require_whole(out, servers=servers, gradients=72)
+    assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 288
+
+
+@pytest.mark.slow
+def test_who_dies_is_replaced(tmp_path: Path, ray_here: None) -> None:
+    """The new one meets the other at the end alone. Loaders have fetched ahead what they do not give back. The dead one
+    comes to its step before the hold, since the other is three steps ahead of it at most."""
+    with meanwhile(tmp_path, (8, None, {"ready": 1}), (14, None, {"let_in": 1})):
+        out = trained(
+            tmp_path, "--epochs", 3, "--fail", "1:2:kill", "--loaders", 1, *held(8, 14), workers=2,
+            strategy="ps-ssp", elastic="1:2", replace=1,
+        )  # fmt: skip
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
+    assert joined(out) == [2]
+    assert of(out, "reformed")[-1]["details"]["ranks"] == [0, 2]
+    require_each_sample(out, times=3)
+    require_whole(out, servers=1, gradients=72)
+    assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 288
+
+
+@pytest.mark.slow
+def test_deaths_around_a_join(tmp_path: Path, ray_here: None) -> None:
+    """Who gives its state dies in that, so that another one gives; of those who take it one dies in that, one has
+    another model, and one dies in its first step."""
+    to_join = ["--fail-to-join", "2:taking", "--fail-to-join", "4:another model"]
+    faults = ["--fail-giving", 0, "--fail", "3:1:kill", *to_join]
+    turns = [(5, 5, {"ready": 3}), (12, None, {"let_in": 1, "not_joined": 2})]
+    with meanwhile(tmp_path, *turns):
+        out = trained(
+            tmp_path, "--epochs", 3, *faults, *held(5, 12), workers=2, strategy="ps-bsp", options={"servers": 2},
+            elastic="1:5",
+        )  # fmt: skip
+    assert [event["who"] for event in of(out, "lost")] == ["worker-0", "worker-3"]
+    why = {event["who"]: event["details"]["why"] for event in of(out, "not_joined")}
+    assert why.keys() == {"worker-2", "worker-4"}
+    assert "would join with another model: only one of the two has 5." in why["worker-4"]
+    assert not of(out, "left_over")
+    require_each_sample(out, times=3)
+    require_whole(out, servers=2, gradients=72)
+    assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 288
+
+
+@pytest.mark.slow
+def test_a_worker_leaves_when_it_is_asked_to(start, tmp_path: Path) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
     log.mkdir()
     command = start(
@@ -149,8 +250,7 @@ def test_a_worker_leaves_when_it_is_asked_to_and_nobody_joins(start, tmp_path: P
         "--log", log, "--step-s", 0.05, "--samples", 960, "--epochs", 1,
     )  # fmt: skip
     assert wait_until(lambda: (log / "rank-2").exists(), within_s=90)
-    more, fewer = start("scale", out, "--workers", 4), start("scale", out, "--workers", 2)
-    assert "nobody can join under servers so far" in more.wait()
+    fewer = start("scale", out, "--workers", 2)
     assert "1 leave after their present step" in fewer.wait()
     output = command.wait()
     assert command.status == 0, output

@@ -226,7 +226,6 @@ def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
         ({"strategy": "ps-bsp:backup_workers=1"}, "strategy ps-bsp cannot go on without a worker that dies"),
         ({"strategy": "ps-asp:servers=2:replicas=1"}, "ps-asp without replicas, backup_workers, torn_reads"),
         ({"strategy": "ps-asp", "global_batch": "keep"}, "takes its own steps"),
-        ({"strategy": "ps-ssp", "replace": 1}, "nobody can join under ps-ssp so far"),
         ({"strategy": "ps-bsp", "engine": "virtual", "cluster": "lab-1gbe"}, "is for real processes so far"),
         ({"strategy": "all-reduce:codec=int8"}, "cannot go on without a worker"),
         ({"strategy": "gossip"}, "strategy gossip cannot go on"),

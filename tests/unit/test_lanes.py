@@ -1,4 +1,4 @@
-"""Each batch of an epoch counts once, whoever goes when, as long as somebody is left to ask for it."""
+"""Each batch of an epoch counts once, whoever comes and goes when, as long as somebody is left to ask for it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Worker:
         self.rank, self.epoch, self.own, self.left_over, self.steps = rank, 0, 0, 0, 0
         self.lane: Lane | None = None
         self.has_begun = False
+        self.end = BATCHES
+        """Of its lane, the first batch that it has given back."""
         self.doing: tuple[int, int] | None = None
         """A batch that is taken, and not done."""
         self.is_left_over = False
@@ -28,12 +30,20 @@ class Worker:
     def length(self) -> int:
         return 0 if self.lane is None else len(range(self.lane.lane, BATCHES, self.lane.size))
 
+    def give_back(self, lanes: Lanes, *, ahead: int) -> Lanes:
+        """All but what it has begun, or fetched ahead."""
+        begun = self.own + (self.doing is not None and not self.is_left_over)
+        if self.lane is None or not self.has_begun or self.end < BATCHES or begun == self.length:
+            return lanes
+        self.end = min(self.length, begun + ahead)
+        return lanes.give_back(self.rank, LaneBatch(self.epoch, self.end, *self.lane))
+
     def take(self, lanes: Lanes) -> Lanes:
         """The next batch, if there is one."""
         if not self.has_begun:
             lanes, self.lane = lanes.begin(self.rank, epoch=self.epoch)
-            self.has_begun, self.own = True, 0
-        if self.own < self.length:
+            self.has_begun, self.own, self.end = True, 0, BATCHES
+        if self.own < min(self.end, self.length):
             assert self.lane is not None
             self.doing, self.is_left_over = (self.epoch, self.own * self.lane.size + self.lane.lane), False
             return lanes
@@ -64,25 +74,40 @@ def test_each_batch_counts_once(data: st.DataObject, num_workers: int) -> None:
     lanes, counted = Lanes.first(num_workers), Counter[tuple[int, int]]()
     living = [Worker(rank) for rank in range(num_workers)]
     left = num_workers - 1 if num_workers > 1 else 0
+    ranks, is_gone = iter(range(num_workers, num_workers + 2)), False
     while any(worker.epoch < EPOCHS for worker in living):
         training = [worker for worker in living if worker.epoch < EPOCHS]
         worker = data.draw(st.sampled_from(training))
+        chance = data.draw(st.integers(0, 19))
         # Whoever goes when all others have come to their end has nobody to do the rest.
-        if left and len(training) > 1 and data.draw(st.integers(0, 9)) == 0:
-            lanes, left = lanes.gone(worker.rank, worker.done), left - 1
+        if left and len(training) > 1 and chance < 2:
+            lanes, left, is_gone = lanes.gone(worker.rank, worker.done), left - 1, True
             living.remove(worker)
+        elif chance == 2 and (rank := next(ranks, None)) is not None:
+            for each in living:
+                lanes = each.give_back(lanes, ahead=data.draw(st.integers(0, 2)))
+            lanes = lanes.come(rank)
+            living.append(Worker(rank))
+            living[-1].epoch = max(each.epoch for each in training)
         elif worker.doing is None:
             lanes = worker.take(lanes)
         else:
             worker.commit(counted)
         lanes = Lanes.of_plain(json.loads(json.dumps(lanes.plain)))
     undone = lanes.before(EPOCHS)
+    assert is_gone or not undone
     assert set(counted.values()) <= {1}
     whole = {(epoch, index) for epoch in range(EPOCHS) for index in range(BATCHES)}
     for epoch, index in whole - set(counted):
         assert any(_has(each, epoch, index) for each in undone)
     for each in lanes.back:
         assert (each.epoch, each.number * each.size + each.lane) not in counted
+
+
+def test_what_comes_of_one_who_has_died_gives_nothing_back() -> None:
+    lanes, _ = Lanes.first(2).begin(0, epoch=0)
+    gone = lanes.gone(0, Done())
+    assert gone.give_back(0, LaneBatch(0, 2, 0, 2)) == gone
 
 
 def _has(rest: LaneBatch, epoch: int, index: int) -> bool:

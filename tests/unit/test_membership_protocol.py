@@ -203,3 +203,22 @@ def test_a_state_of_an_epoch_before_is_refused() -> None:
     coordinator, _ = Coordinator.first(new.membership).joined(2).ended(7)
     with pytest.raises(StaleEpoch, match="refused rank 2's report of epoch 1; this is epoch 2"):
         coordinator.hear(old.state_taken(2, before=None).report())
+
+
+def test_who_enters_without_a_step_of_all_is_met_in_the_next_epoch() -> None:
+    membership = Membership(4, (0, 1))
+    coordinator = Coordinator.first(membership).joined(2)
+    stopped = Member(0, membership).stopped().report()
+    coordinator, form = coordinator.hear(stopped)
+    assert form is None
+    joiner = Member(2, membership).stopped().report()
+    coordinator = coordinator.entered(joiner)
+    assert (coordinator.living, coordinator.joining) == ((0, 1, 2), ())
+    coordinator, form = coordinator.hear(Member(1, membership).stopped().report())
+    assert form is None
+    assert coordinator.awaited == (2,)
+    coordinator, form = coordinator.hear(joiner)
+    assert form is not None
+    assert form.membership == Membership(5, (0, 1, 2))
+    with pytest.raises(StaleEpoch, match="refused rank 3's report of epoch 4"):
+        coordinator.joined(3).entered(Member(3, membership).stopped().report())

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.elastic import Done
 from paceline.membership import Membership
 from paceline.messages import Message
-from paceline.server.server_core import Send, Updated
+from paceline.server.server_core import Action, Send, Updated
 from tests.unit.test_server_protocol import EPOCH, RULES, Net, gradient
 
 STEPS = 4
@@ -79,6 +80,77 @@ def test_gradients_count_whole(
     assert all(each == counted[0] for each in counted)
     if dead not in living:
         assert {clock for worker, clock in counted[0] if worker == dead} == set(range(done.own))
+    net.ask(0, net.clients[0].pull())
+    net.run()
+    assert not net.errors
+    values = {round(float(value), 4) for tensor in net.views(0) for value in tensor.reshape(-1)}
+    assert len(values) == 1
+
+
+@pytest.mark.parametrize("name", ["bsp", "ssp", "asp"])
+@given(
+    randomness=st.integers(0, 2**32).map(random.Random),
+    num_workers=st.integers(1, 3),
+    num_servers=st.integers(1, 3),
+    joins_after=st.integers(0, 30),
+)
+def test_whoever_joins_is_in_the_same_updates_on_all_servers(
+    name: str, randomness: random.Random, num_workers: int, num_servers: int, joins_after: int
+) -> None:
+    """Between any two messages, the servers one after another."""
+    joiner = num_workers
+    rules = (RULES[name](Membership.first(num_workers)) for _ in range(num_servers))
+    beside = [[True] * num_servers for _ in range(num_workers + 1)]
+    net = Net(rules, beside, randomness=randomness, piece_bytes=1024)
+    steps, asked = [0] * (num_workers + 1), [""] * (num_workers + 1)
+    members, num_delivered, clocks = list(range(num_workers)), 0, list[int]()
+    begins, told = -1, 0
+
+    def go_on() -> None:
+        for worker in members:
+            client = net.clients[worker]
+            if asked[worker] == "leave" or (asked[worker] and not client.is_done):
+                continue
+            if asked[worker]:
+                client.require_done()
+                assert client.reply().admitted
+                steps[worker] += asked[worker] == "push"
+            asked[worker] = "push" if steps[worker] < STEPS else "leave"
+            if asked[worker] == "push":
+                net.push(worker, gradient(worker, steps[worker]))
+            else:
+                net.ask(worker, client.leave())
+
+    def act(server: int, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                net._put(False, action.to, server, action.message)
+            elif isinstance(action, Updated):
+                net.records += action.records
+
+    go_on()
+    while True:
+        if num_delivered >= joins_after and len(clocks) < num_servers:
+            clocks.append(net.servers[len(clocks)].expect(joiner))
+        elif len(clocks) == num_servers and told < num_servers:
+            act(told, net.servers[told].let_in(joiner, max(clocks), 0.0))
+            told += 1
+            if told == num_servers:
+                net.ask(joiner, net.clients[joiner].wait(pause_at=2**60))
+                members.append(joiner)
+                asked[joiner], begins = "wait", max(clocks)
+        go_on()
+        ways = [way for way, queue in net.under_way.items() if queue]
+        if not ways and told == num_servers:
+            break
+        if ways:
+            way = randomness.choice(ways)
+            net.deliver(way, Message.decode(net.under_way[way].popleft(), epoch=EPOCH))
+        num_delivered += 1
+    assert steps == [STEPS] * (num_workers + 1)
+    counted = [{(each.worker, each.clock) for each in net.records if each.server == s} for s in range(num_servers)]
+    assert all(each == counted[0] for each in counted)
+    assert {clock for worker, clock in counted[0] if worker == joiner} == set(range(begins, begins + STEPS))
     net.ask(0, net.clients[0].pull())
     net.run()
     assert not net.errors

@@ -30,13 +30,28 @@ class ServerGroup(Store):
         collective: of the workers, for the hand-over at the start.
         configure: has every server build its shards; called by rank 0.
         epoch: of the membership.
+        rank: as servers know this worker; none: its rank in the collective.
+        joins: the servers serve others already, and have the model.
     """
 
-    def __init__(self, carrier: Carrier, *, collective: Collective, configure: Configure, epoch: int) -> None:
+    def __init__(
+        self,
+        carrier: Carrier,
+        *,
+        collective: Collective,
+        configure: Configure,
+        epoch: int,
+        rank: int | None = None,
+        joins: bool = False,
+    ) -> None:
         self.timing = Timing()
         self._carrier, self._collective, self._configure, self._epoch = carrier, collective, configure, epoch
+        self._joins = joins
         self._client = ClientCore(
-            rank=collective.rank, epoch=epoch, beside=carrier.beside, carries_bytes=carrier.carries_bytes
+            rank=collective.rank if rank is None else rank,
+            epoch=epoch,
+            beside=carrier.beside,
+            carries_bytes=carrier.carries_bytes,
         )
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -63,7 +78,7 @@ class ServerGroup(Store):
             whole_tensors=whole,
             piece_bytes=FRAME_BYTES if is_remote else None,
         )
-        if self._collective.rank == 0:
+        if self._collective.rank == 0 and not self._joins:
             self._configure(layout, spec, ranges)
         self._collective.barrier()
         bodies = self._carrier.bodies(parameters, gradients)
@@ -81,7 +96,8 @@ class ServerGroup(Store):
         self.is_coded = any(self._collective.all_gather_object(self._client.is_coded))
         self._carrier.attached(self._client, layout, spec, self._client.attached())
         self._collective.barrier()
-        self._initialise(iteration=0)
+        if not self._joins:
+            self._initialise(iteration=0)
 
     def expect_alike(self) -> None:
         self._carrier.standing = self._collective.standing

@@ -138,6 +138,10 @@ class Holding:
         actions = self.core.let_go(worker, last_push, time.perf_counter())
         self._do(action for action in actions if not (isinstance(action, Send) and action.to == worker))
 
+    def let_in(self, worker: int, clock: int) -> None:
+        """As `ServerCore.let_in`."""
+        self._do(self.core.let_in(worker, clock, time.perf_counter()))
+
     def look(self) -> None:
         """Report what workers have done with what was lent to them, and do what is due by now."""
         if self._lending is not None:

@@ -74,6 +74,7 @@ def connect_servers(
     deadline_s: float | None,
     number: int = 0,
     moves: Moves | None = None,
+    joins_as: int | None = None,
 ) -> ServerGroup:
     """A worker's store.
 
@@ -86,18 +87,22 @@ def connect_servers(
         deadline_s: how long servers may all be silent while an answer is due; none: for ever.
         number: of the run's optimizer that it is for.
         moves: where servers have replicas, of those that have died; else a server that is gone is an error at once.
+        joins_as: this worker's rank, where it joins others that train, whom the collective does not know.
     """
+    rank = collective.rank if joins_as is None else joins_as
     carrier = SocketCarrier(
         keys,
         servers,
-        rank=collective.rank,
+        rank=rank,
         num_workers=collective.size,
         epoch=epoch,
         deadline_s=deadline_s,
         number=number,
         moves=moves,
     )
-    return ServerGroup(carrier, collective=collective, configure=configure, epoch=epoch)
+    return ServerGroup(
+        carrier, collective=collective, configure=configure, epoch=epoch, rank=rank, joins=joins_as is not None
+    )
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The launcher's half of an elastic run under servers: these go on without a worker that is gone, and the others do
-what it has not done of its data."""
+what it has not done of its data; they take in one who comes, which does what others have not begun."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import ray
@@ -26,6 +26,9 @@ class LettingGo:
         """`say`: shows a line where the run was started."""
         self._controller, self._members, self._say = controller, members, say
         self._lanes = Lanes.first(num_workers)
+        self._in_lane: set[int] = set()  # workers that have all of a lane to themselves
+        self.epochs: dict[str, int] = {}
+        """Of the data, which each worker has begun last, by its name."""
 
     def let_go(self, rank: int) -> None:
         """This worker is gone. What some server has got of its last gradient, all are to have: then it counts, whole.
@@ -35,16 +38,41 @@ class LettingGo:
         last = max((push for push in pushes if push is not None), key=lambda push: push.clock, default=None)
         done = Done(*last.body["done"]) if last is not None else Done()
         self._lanes = self._lanes.gone(rank, done)
+        self._in_lane.discard(rank)
         self._controller.event("let_go", f"worker-{rank}", **done._asdict())
         self._ask([server.let_go.remote(rank, last) for server in servers])
 
+    def let_in(self, rank: int) -> None:
+        """This worker takes part from here on. A server that expects it makes no further bsp update without it, so that
+        all can agree on the first one that it is to be in."""
+        servers = list(self._members.servers.values())
+        clock = max(self._ask([server.expect.remote(rank) for server in servers]), default=0)
+        self._ask([server.let_in.remote(rank, clock) for server in servers])
+        self._lanes = self._lanes.come(rank)
+        self._controller.event("let_in", f"worker-{rank}", clock=clock)
+
+    def have_given_back(self, ranks: Iterable[int]) -> bool:
+        """Whether none of these has more of a lane to itself than it has begun."""
+        return self._in_lane.isdisjoint(ranks)
+
     def hear(self, body: Mapping[str, Any]) -> None:
-        """A worker asks for its lane, or for what is left to it; or for all there is, to keep or to set it."""
+        """A worker asks for its lane, or for what is left to it, or gives back what is left of its lane; or it asks for
+        all there is, to keep or to set it."""
         rank = body["rank"]
+        if rank not in self._lanes.present:  # it has died since
+            return
         if "begins" in body:
+            self.epochs[f"worker-{rank}"] = body["begins"]
             self._lanes, lane = self._lanes.begin(rank, epoch=body["begins"])
+            self._in_lane.discard(rank)
+            if lane is not None:
+                self._in_lane.add(rank)
             self._controller.tell(f"worker-{rank}", Kind.LANES, lane=lane)
+        elif "gives_back" in body:
+            self._in_lane.discard(rank)
+            self._lanes = self._lanes.give_back(rank, LaneBatch(*body["gives_back"]))
         elif "ended" in body:
+            self._in_lane.discard(rank)
             if body["none"] is not None:
                 self._lanes = self._lanes.is_none(rank, LaneBatch(*body["none"]))
             self._lanes, batch = self._lanes.give(rank, epoch=body["ended"])

@@ -29,7 +29,7 @@ class Newcomers:
         spec: what the run began with.
         program: as Ray keeps it.
         environment: variables that they are given.
-        may_join: whether the strategy lets any join.
+        stay_here: they all start on this host.
         say: shows a line where the run was started.
     """
 
@@ -44,10 +44,10 @@ class Newcomers:
         spec: WorldSpec,
         program: Any,
         environment: Mapping[str, str],
-        may_join: bool,
+        stay_here: bool,
         say: Callable[[str], None],
     ) -> None:
-        self._may_join = may_join
+        self._stay_here = stay_here
         self._elastic, self._survival, self._controller = elastic, survival, controller
         self._members, self._watch, self._say = members, watch, say
         self._spec, self._program, self._environment = spec, program, environment
@@ -100,11 +100,6 @@ class Newcomers:
         require_allowed(self._elastic, wanted)
         if not staying:
             raise UsageError("the run is about to end")
-        if not self._may_join and wanted > len(staying):
-            raise UsageError(
-                f"{len(staying)} workers train, and nobody can join under servers so far; start the run again, with "
-                f"--resume and --workers {wanted} where nobody has left"
-            )
         self._wanted, self._is_asked = wanted, True
         if not self._survival.has_begun:
             return f"{len(staying)} workers start; there are to be {wanted} once they train"
@@ -149,7 +144,8 @@ class Newcomers:
 
     def _least_loaded(self) -> Node:
         """A host of the cluster, which may have come since. A launcher within a placement group stays on its own."""
-        hosts = nodes() if ray.util.get_current_placement_group() is None else nodes()[:1]
+        stays_here = self._stay_here or ray.util.get_current_placement_group() is not None
+        hosts = nodes()[:1] if stays_here else nodes()
         doubtful = set(self._places_of(self._controller.expelled))
         while True:
             node = least_loaded(hosts, self._num_workers, doubtful=doubtful)

@@ -77,6 +77,17 @@ class Reforming:
         said = self._line.ask(Kind.LANE, {"rank": rank, "ended": epoch, "none": none})
         return None if said["batch"] is None else LaneBatch(*said["batch"])
 
+    def give_back(self, rank: int, rest: LaneBatch) -> None:
+        self._line.tell(Kind.LANE, {"rank": rank, "gives_back": rest})
+
+    def enter(self, member: Member) -> Membership:
+        said = self._line.ask(Kind.REPORT, {**asdict(member.report()), "site": None})
+        if "again" in said:
+            raise StaleEpoch(f"the others have met without rank {member.rank}")
+        self._states.close()
+        self.joins = False
+        return Membership(said["epoch"], tuple(said["ranks"]))
+
     def lanes(self) -> Mapping[str, Any]:
         said: Mapping[str, Any] = self._line.ask(Kind.LANE, {"rank": self._rank, "resumes": None})["lanes"]
         return said
@@ -94,7 +105,8 @@ class Reforming:
 
     def give(self, write: Callable[[Path], None], *, member: Member, to: tuple[int, ...]) -> None:
         """The file has no name: it goes when nobody has it open."""
-        self._line.asked_to_give = ()
+        if self._line.asked_to_give == to:  # else somebody else has come since
+            self._line.asked_to_give = ()
         name = f"paceline-{secrets.randbits(63):016x}"
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         self._states.callback(os.close, descriptor)

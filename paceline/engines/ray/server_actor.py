@@ -74,6 +74,14 @@ class ServerActor:
         """As `ParameterService.let_go`."""
         self._built.let_go(worker, last_push)
 
+    def expect(self, worker: int) -> int:
+        """As `ParameterService.expect`."""
+        return self._built.expect(worker)
+
+    def let_in(self, worker: int, clock: int) -> None:
+        """As `ParameterService.let_in`."""
+        self._built.let_in(worker, clock)
+
     def stop(self) -> None:
         self._built.stop()
 

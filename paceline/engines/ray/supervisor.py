@@ -165,7 +165,7 @@ class Supervisor:
                 spec=spec,
                 program=program,
                 environment=job.environment,
-                may_join=letting_go is None,
+                stay_here=letting_go is not None,
                 say=self._say,
             )
             if self._wanted is not None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, final
 
-from paceline.elastic import Coordinator, Elastic, Form, StaleEpoch
+from paceline.elastic import Coordinator, Elastic, Form, Report, StaleEpoch
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.letting_go import LettingGo
 from paceline.engines.ray.liveness import MemoryKills
@@ -33,7 +33,8 @@ class Survival:
         deadline_s: how long the others may wait for one who does not come to its next exchange.
         pids: the workers' processes, by name.
         elsewhere: those on other hosts.
-        letting_go: has servers and the others' data go on without whoever is gone, where servers outlive workers.
+        letting_go: has servers and the others' data go on without whoever is gone, or with who comes, where servers
+            outlive workers.
         say: shows a line where the run was started.
     """
 
@@ -58,8 +59,9 @@ class Survival:
         self._sites: dict[str, Any] = {}
         self._seeking: set[int] = set()  # joiners that have asked for a state, and have none yet
         self._states: dict[int, Any] = {}  # for joiners, of the present epoch
+        self._gave: set[int] = set()  # in the present epoch
         self._leaving: set[int] = set()  # have been asked to
-        self._waiting: set[int] = set()  # have taken a state, and wait to be let in
+        self._waiting: set[int] = set()  # have taken a state, and wait to meet the others
         self.left: set[str] = set()
         """Those who have been asked to leave, and have."""
         self._why: dict[str, str] = {}
@@ -106,15 +108,21 @@ class Survival:
         self._since_s = time.monotonic()
         epoch = self._coordinator.membership.epoch
         self._coordinator, form = self._coordinator.died(rank)
-        self._states = {to: state for to, state in self._states.items() if state["giver"] != rank}
         self._tell_lost(self._coordinator.living, epoch=epoch)
         left = len(self._coordinator.living)
         num_steps = self._controller.num_steps.get(name, 0)
         self._controller.event("lost", name, process=self._pids.get(name), why=why, num_steps=num_steps, left=left)
         self._say(f"worker {rank} (process {self._pids.get(name)}) is lost: {why}; workers left: {left}")
+        self._go_on_without(rank)
+        self._send(form)
+
+    def _go_on_without(self, rank: int) -> None:
+        """What it has given cannot be had of it any more."""
+        self._states = {to: state for to, state in self._states.items() if state["giver"] != rank}
+        self._gave.discard(rank)
         if self._letting_go is not None:
             self._letting_go.let_go(rank)
-        self._send(form)
+            self._ask_for_state()
 
     def why(self, name: str) -> str:
         """What ended its process, as far as is known."""
@@ -140,8 +148,7 @@ class Survival:
             elif kind is Kind.LANE and self._letting_go is not None:
                 self._letting_go.hear(body)
             elif kind is Kind.GIFT:
-                self._states.update(dict.fromkeys(body["to"], body["state"]))
-                self._hand_on_states()
+                self._hear_gift(body)
             elif kind is Kind.ENDS:
                 self._why[f"worker-{body['rank']}"] = body["why"]
                 self._kill(f"worker-{body['rank']}")
@@ -150,12 +157,46 @@ class Survival:
                 self._say(f"worker {body['rank']} leaves; workers left: {len(self._coordinator.living) - 1}")
                 self._since_s = time.monotonic()
                 self.left.add(f"worker-{body['rank']}")
-                if self._letting_go is not None:
-                    self._letting_go.let_go(body["rank"])
+                self._go_on_without(body["rank"])
                 self.end(f"worker-{body['rank']}")
+        self._hand_on_states()
+
+    def _hear_gift(self, body: Mapping[str, Any]) -> None:
+        """Where workers take their own steps, a joiner goes on as the one in the furthest epoch of the data."""
+        self._gave.add(body["rank"])
+        for rank in body["to"]:
+            before = self._states.get(rank)
+            if before is None or self._epoch_of(body["rank"]) >= self._epoch_of(before["giver"]):
+                self._states[rank] = body["state"]
+
+    def _epoch_of(self, rank: int) -> int:
+        """Of the data, which it is in; under servers, which it has begun: there it may be through with the last."""
+        epochs = self._controller.epochs if self._letting_go is None else self._letting_go.epochs
+        return epochs.get(f"worker-{rank}", 0)
+
+    def _let_in(self, report: Report, letting_go: LettingGo) -> None:
+        """Under servers a joiner that has a state takes part at once. The others have it meet them in the next pause,
+        since who has given a state meets nobody before all have said that they stop."""
+        rank, name = report.rank, f"worker-{report.rank}"
+        try:
+            self._coordinator = self._coordinator.entered(report)
+        except StaleEpoch as stale:
+            self._controller.event("refused", name, error=str(stale))
+            self._controller.tell(name, Kind.FORM, again=True)
+            return
+        letting_go.let_in(rank)
+        self._states.pop(rank, None)
+        self._waiting.add(rank)
+        living = self._coordinator.living
+        self._controller.tell(name, Kind.FORM, epoch=report.epoch, ranks=sorted(living))
+        self._say(f"worker {rank}: joined; workers: {len(living)}")
+        self._ask_for_state()  # for others that join, of this one too
 
     def _hear_report(self, body: Mapping[str, Any]) -> None:
         rank = body["rank"]
+        if self._letting_go is not None and rank in self._coordinator.joining:
+            self._let_in(report_of(body), self._letting_go)
+            return
         if rank in self._coordinator.joining:
             self._waiting.add(rank)
         self._since_s = self._since_s or time.monotonic()
@@ -176,7 +217,7 @@ class Survival:
 
     def _hear_newcomer(self, rank: int, *, epoch: int) -> None:
         """Its script has come to this epoch of the data, and goes on to that of the others before it takes a state."""
-        others = max((self._controller.epochs.get(f"worker-{other}", 0) for other in self.ranks), default=0)
+        others = max(map(self._epoch_of, self.ranks), default=0)
         if epoch < others:
             self._controller.tell(f"worker-{rank}", Kind.STATE, epoch=others)
         elif rank not in self.ranks:
@@ -185,24 +226,27 @@ class Survival:
                 self._coming.discard(f"worker-{rank}")
             self._coordinator = self._coordinator.joined(rank)
             self._seeking.add(rank)
-            if rank in self._states:
-                self._hand_on_states()
-            else:
+            if rank not in self._states:
                 self._ask_for_state()
 
     def _hand_on_states(self) -> None:
+        """Under servers when all have given back what is left of their lanes, so that a joiner finds what to do."""
+        yet_to_give = {*self.ranks} - self._gave
+        if self._letting_go is not None and not self._letting_go.have_given_back(yet_to_give):
+            return
         for rank in self._seeking & self._states.keys():
             self._seeking.discard(rank)
             self._controller.tell(f"worker-{rank}", Kind.STATE, state=self._states[rank])
 
     def _ask_for_state(self) -> None:
         coordinator = self._coordinator
-        if coordinator.giver is not None:
-            they = (coordinator.giver, *coordinator.joining)
-            is_far = any(f"worker-{rank}" in self._elsewhere for rank in they)
-            self._controller.tell(
-                f"worker-{coordinator.giver}", Kind.GIVE, ranks=list(coordinator.joining), is_far=is_far
-            )
+        if coordinator.giver is None:
+            return
+        they = (coordinator.giver, *coordinator.joining)
+        is_far = any(f"worker-{rank}" in self._elsewhere for rank in they)
+        # Under servers nobody knows who comes to another batch, and each has a lane.
+        for rank in (coordinator.giver,) if self._letting_go is None else coordinator.living:
+            self._controller.tell(f"worker-{rank}", Kind.GIVE, ranks=list(coordinator.joining), is_far=is_far)
 
     def _tell_to_ask_again(self, rank: int) -> None:
         if rank in self._waiting:
@@ -282,7 +326,7 @@ class Survival:
         self._controller.event(
             "reformed", epoch=form.membership.epoch, ranks=list(ranks), step=form.step, took_s=took_s, joined=joined
         )
-        if joined:
+        if joined and self._letting_go is None:
             self._say(f"{', '.join(f'worker {rank}' for rank in joined)}: joined; workers: {len(ranks)}")
         self._say(
             f"{', '.join(f'worker {rank}' for rank in ranks)}: on from step {form.step + 1}, {took_s:.2f} s later"
@@ -298,6 +342,7 @@ class Survival:
             self._controller.tell(f"worker-{rank}", Kind.FORM, **body)
         self._waiting -= set(joined)
         self._states.clear()
+        self._gave.clear()
         for rank in list(self._waiting):
             self._tell_to_ask_again(rank)
         self._ask_for_state()

@@ -178,6 +178,7 @@ class WorkerActor:
                 deadline_s=spec.config.deadline_s,
                 number=number,
                 moves=moves if spec.chains is not None else None,
+                joins_as=None if newcomer is None else rank,
             )
             ends.add(store)
             return store

@@ -27,7 +27,8 @@ class BulkSynchronous(AdmissionRule):
         self.contributors = () if backup_workers else None
         self._clock = 0
         self._held: set[int] = set()
-        self._num_missing = members.size  # active workers that are not held
+        self._begins: dict[int, int] = {}  # by worker that has joined for a clock to come: that clock
+        self._num_missing = members.size  # active workers that are not held, of those that the open clock needs
 
     def resume(self, clocks: Mapping[int, int]) -> None:
         self._clock = max(clocks.values())
@@ -49,7 +50,7 @@ class BulkSynchronous(AdmissionRule):
         return sender in self._held
 
     def is_admitted(self, worker: int) -> bool:
-        return worker not in self._held
+        return worker not in self._held and worker not in self._begins
 
     def clock_of(self, worker: int) -> int:
         return self._clock
@@ -58,11 +59,19 @@ class BulkSynchronous(AdmissionRule):
         self.add(worker)
         self._num_missing += worker not in self._held
 
+    def begin_with(self, worker: int, clock: int) -> tuple[int, ...]:
+        if clock <= self._clock:
+            return ()
+        self._begins[worker] = clock
+        self._num_missing -= 1
+        return self._close_if_full()
+
     def leave(self, worker: int) -> tuple[int, ...]:
         if worker not in self.active:
             return ()
         self.active.discard(worker)
-        self._num_missing -= worker not in self._held
+        self._num_missing -= worker not in self._held and worker not in self._begins
+        self._begins.pop(worker, None)
         contributors = self._close_if_full()
         if self._backup_workers:
             self.is_over = True
@@ -77,6 +86,8 @@ class BulkSynchronous(AdmissionRule):
         if self._backup_workers:
             self.contributors = contributors
         self._held.clear()
-        self._num_missing = len(self.active)
         self._clock += 1
+        if self._begins:
+            self._begins = {worker: clock for worker, clock in self._begins.items() if clock > self._clock}
+        self._num_missing = len(self.active) - len(self._begins)
         return contributors

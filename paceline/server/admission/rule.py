@@ -116,6 +116,12 @@ class AdmissionRule(ABC):
         """The worker takes part from the present clock on. Called where every shard has heard the same so far.
         Raises ProtocolError if it takes part already."""
 
+    def begin_with(self, worker: int, clock: int) -> tuple[int, ...]:
+        """The worker, which has joined and pushed nothing yet, is to push for this clock first: the latest at which a
+        shard, on whatever server, had it join. Returns the senders whose held contributions now form an update, which
+        no longer waits for this worker, if any do."""
+        raise NotImplementedError(type(self).__name__)
+
     @abstractmethod
     def leave(self, worker: int) -> tuple[int, ...]:
         """The worker pushes no more. Returns the senders whose held contributions now form an update, if any do."""

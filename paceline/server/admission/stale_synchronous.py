@@ -66,6 +66,12 @@ class StaleSynchronous(AdmissionRule):
         self._clocks[worker] = self._slowest
         self._num_at[self._slowest] += 1
 
+    def begin_with(self, worker: int, clock: int) -> tuple[int, ...]:
+        before, self._clocks[worker] = self._clocks[worker], clock
+        self._num_at[clock] += 1
+        self._take_from(before)
+        return ()
+
     def leave(self, worker: int) -> tuple[int, ...]:
         if worker in self.active:
             self.active.discard(worker)

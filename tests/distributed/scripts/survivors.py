@@ -21,7 +21,7 @@ parser.add_argument("--fail-at", action="append", default=[], metavar="RANK:NUMB
 parser.add_argument("--fail-in-evaluation", type=int, help="the rank that dies in its second evaluation")
 WAYS = "raise, import, taking, stopped, or another model"
 parser.add_argument("--fail-to-join", action="append", default=[], metavar="RANK:WHEN", help=WAYS)
-parser.add_argument("--hold", type=int, action="append", default=[], help="an iteration before which all wait for word")
+parser.add_argument("--hold", type=int, action="append", default=[], help="an iteration after which all wait for word")
 parser.add_argument("--fail-giving", type=int, help="the rank that dies while it gives its state")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--samples", type=int, default=96)
@@ -104,7 +104,7 @@ for epoch in range(args.epochs):
         step += 1
         iteration = worker.iteration
         time.sleep(args.step_s)
-        while worker.iteration in args.hold and not (args.log / f"go-{worker.iteration}").exists():
+        while any(worker.iteration >= each and not (args.log / f"go-{each}").exists() for each in args.hold):
             time.sleep(0.01)
         loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()

@@ -1,0 +1,87 @@
+"""What a worker under servers gives to one who joins, and what that one makes of it. Model and optimizer's state come
+from the servers."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+
+from paceline.checkpoint import Checkpoint
+from paceline.elastic import Member, StaleEpoch
+from paceline.errors import UsageError
+from paceline.membership import Membership
+from paceline.training.checkpoints import Checkpoints
+from paceline.training.pauses import Pauses
+from paceline.training.sharding import Place
+from paceline.training.worker_run import WorkerRun
+
+
+@final
+class Entering:
+    """As `States`, where servers outlive workers."""
+
+    def __init__(
+        self, run: WorkerRun, pauses: Pauses, checkpoints: Checkpoints, *, on_taken: Callable[[Checkpoint], None]
+    ) -> None:
+        """`on_taken`: told what the script goes on from, when it comes to the place in its data."""
+        self._run, self._pauses, self._checkpoints, self._on_taken = run, pauses, checkpoints, on_taken
+
+    def given(self, member: Member, place: Place) -> dict[str, Any]:
+        """What this worker's script has moved on, and what all workers have agreed on, before the batch that comes from
+        this place."""
+        return {
+            "checkpoint": self._checkpoints.of_script(place).plain(),
+            "member": [member.membership.epoch, list(member.membership.ranks), member.met],
+            "pauses": self._pauses.state(),
+            "model": self._model(),
+            "epoch": place.epoch,
+        }
+
+    def take(self) -> Member | None:
+        """This worker's script asks for a pass over its data. Returns what it is when it takes part; None where the
+        others are in a later epoch, and passes are empty until there.
+
+        Raises:
+            UsageError: this script prepares another model, or other data.
+            BudgetReached: the run has ended.
+        """
+        run = self._run
+        reform, (feed,) = run.context.reform, run.prepared.feeds.values()
+        assert reform is not None
+        while True:
+            epoch = feed.loader.place.epoch
+            found = reform.take(rank=run.context.rank, epoch=epoch)
+            content = {} if isinstance(found, int) else torch.load(found, weights_only=True)
+            others = found if isinstance(found, int) else int(content["epoch"])
+            if not content or others > epoch:
+                feed.loader.resume_at(Place(others, 0), {})
+                return None
+            try:
+                return self._entered(content, Place(epoch, 0))
+            except StaleEpoch:  # the others have met meanwhile
+                continue
+
+    def _entered(self, content: dict[str, Any], place: Place) -> Member:
+        """Raises StaleEpoch where the others have met without this worker since."""
+        checkpoint = Checkpoint.of_plain(content["checkpoint"])
+        self._require_same_model(content["model"])
+        self._checkpoints.take_up_script(checkpoint, place)
+        self._pauses.take_up(content["pauses"])
+        epoch, ranks, met = content["member"]
+        rank, keeper = self._run.context.rank, self._run.context.lane_keeper
+        assert keeper is not None
+        membership = keeper.enter(Member(rank, Membership(epoch, tuple(ranks)), has_stopped=True, met=met))
+        self._on_taken(checkpoint)
+        return Member(rank, membership, met=met)
+
+    def _model(self) -> list[str]:
+        return [f"{spec.name} {list(spec.shape)} {spec.dtype}" for spec in self._run.prepared.replica.specs]
+
+    def _require_same_model(self, theirs: list[str]) -> None:
+        """Servers hold no names, and would take another model's gradients for theirs."""
+        own = self._model()
+        strange = sorted({*own} ^ {*theirs})
+        if strange:
+            raise UsageError(
+                f"rank {self._run.context.rank} would join with another model: only one of the two has {strange[0]}"
+            )

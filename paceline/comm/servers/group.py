@@ -111,6 +111,12 @@ class ServerGroup(Store):
     def leave(self) -> None:
         self._ask(self._client.leave())
 
+    def step_aside(self) -> None:
+        self._ask(self._client.step_aside())
+
+    def come_back(self) -> None:
+        self._ask(self._client.come_back())
+
     def optimizer_state(self) -> dict[str, Tensor]:
         self._ask(self._client.get_state())
         return self._client.state()

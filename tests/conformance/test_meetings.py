@@ -67,7 +67,9 @@ def told(out: Path, rank: int) -> list[list[float]]:
 FIRST_COMERS = ("ps-bsp:backup_workers=1:servers=2", "async-diloco:every=3", "async-diloco:every=3:quorum=2")
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp", "gossip", *FIRST_COMERS])
+@pytest.mark.parametrize(
+    "strategy", ["all-reduce", "ps-asp", "gossip", *FIRST_COMERS, "fed-avg:clients=4:fraction=0.5"]
+)
 def test_all_see_one_model_in_a_meeting(strategy: str, tmp_path: Path) -> None:
     """Also in the middle of a round, which goes on afterwards."""
     local_engine.run(partial(script, tmp_path), strategy=build(strategy), workers=2, out=tmp_path)
@@ -103,6 +105,11 @@ def test_a_run_goes_on_from_what_its_script_has_saved(strategy: str, tmp_path: P
     local_engine.run(partial(script, first, save="state"), strategy=strategy, workers=2, out=first)
     local_engine.run(partial(script, second, load="first"), strategy=strategy, workers=2, out=second)
     assert told(second, 0) == told(first, 0)
+
+
+def test_workers_meet_when_a_round_of_clients_is_over(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"here: rank . has 1 of its clients left in round 1"):
+        local_engine.run(partial(script, tmp_path), strategy="fed-avg:clients=6:fraction=0.5", workers=2, out=tmp_path)
 
 
 def test_workers_that_wait_at_different_places_are_told(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ class FederatedSynchronizer(Synchronizer):
     def require_between_rounds(self, place: str) -> None:
         if self._num_played:
             raise UsageError(
-                f"{place}: rank {self.context.rank} has {len(self._to_play())} clients left in round "
+                f"{place}: rank {self.context.rank} has {len(self._to_play())} of its clients left in round "
                 f"{self.iteration + 1}, whose end all others wait for; meet when a round is over"
             )
 

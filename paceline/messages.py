@@ -63,6 +63,8 @@ class Kind(IntEnum):
     LOAD_ROWS = 26
     SHOW_ROWS = 27
     CHANGED_ROWS = 28
+    STEP_ASIDE = 29
+    COME_BACK = 30
     RECORDS = 32
     PULSE = 33
     FILE = 34

@@ -18,7 +18,7 @@ from paceline.accelerate.loader import TrainingLoader
 from paceline.accelerate.weights import apart, load_weights
 from paceline.errors import UsageError
 from paceline.running.frameworks import require_possible
-from paceline.training.sharding import ShardedLoader
+from paceline.training.sharding import RoundBatches, ShardedLoader
 
 _FILE = "paceline.bin"
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -58,7 +58,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         self._worker = paceline.init()
-        require_possible(self._worker.strategy)
+        require_possible(self._worker.strategy, knows_rounds=True)
         join_group(self._worker)
         is_cpu = self._worker.device.type == "cpu"
         if settings.setdefault("cpu", is_cpu) != is_cpu:
@@ -71,6 +71,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.split_batches or self.dispatch_batches:
             raise UsageError("split_batches, dispatch_batches: each worker takes batches of its own; leave them out")
         self._training: TrainingLoader | None = None
+        self._rounds: RoundBatches | None = None  # where there are clients
         self._beside: tuple[nn.Module | Optimizer, ...] = ()
         self._known: set[int] = set()  # optimizers that exchange
         self._loads_from: Path | None = None
@@ -112,7 +113,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         }
         *_, prepared = self._worker.prepare(**given, loader=loader)
         self._known = {id(optimizer) for optimizer in optimizers}
-        self._training = TrainingLoader(cast(ShardedLoader, prepared), self.device if self.device_placement else None)
+        batches = cast(ShardedLoader, prepared)
+        if batches.roster is not None:
+            self._rounds = RoundBatches(batches, size=self._worker.size, is_over=lambda: self._worker.is_over)
+        device = self.device if self.device_placement else None
+        self._training = TrainingLoader(batches if self._rounds is None else self._rounds, device)
         return self._training
 
     def prepare_model(
@@ -144,6 +149,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- what all workers do together ---------------------------------------------------------------------------
 
     def _meeting(self, place: str) -> AbstractContextManager[None]:
+        if self._rounds is not None:
+            self._rounds.require_between(f"accelerator.{place}")
         return self._worker.meeting(f"accelerator.{place}")
 
     @_together
@@ -183,7 +190,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self._training is None:
             yield
             return
-        with self._worker.global_model():
+        with self._meeting("global_model"), self._worker.global_model():
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -201,6 +208,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def load_state(self, *arguments: Any, **settings: Any) -> Any:
         """Does what Accelerate's does. Call it before the first batch; training goes on at the place in the data where
         `save_state` was called."""
+        if self._rounds is not None:
+            self._rounds.begin_at()
         self._loads_from = None
         super().load_state(*arguments, **settings)
         if self._training is not None and self._loads_from is not None:

@@ -30,6 +30,8 @@ def join_group(worker: Worker) -> None:
     }
     if described.items() <= os.environ.items() and (worker.size == 1 or distributed.is_initialized()):
         return
+    if world.store is not None and "MASTER_ADDR" not in os.environ:  # by its network the group goes, too
+        described["MASTER_ADDR"] = worker.broadcast_object(world.address)
     world.at_release.append(partial(_put_back, {name: os.environ.get(name) for name in described}))
     os.environ |= described
     if worker.size == 1 or distributed.is_initialized():

@@ -8,14 +8,14 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
 from paceline.errors import UsageError
-from paceline.training.sharding import Place, ShardedLoader, StandIn
+from paceline.training.sharding import Place, RoundBatches, ShardedLoader, StandIn
 
 
 @final
 class TrainingLoader(StandIn, DataLoaderStateMixin):  # type: ignore[misc]
     """A prepared loader that tells Accelerate which batch is an epoch's last."""
 
-    def __init__(self, loader: ShardedLoader, device: Any) -> None:
+    def __init__(self, loader: ShardedLoader | RoundBatches, device: Any) -> None:
         self._loader, self._device = loader, device
         self.gradient_state = GradientState()
 

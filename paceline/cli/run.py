@@ -18,7 +18,7 @@ from paceline.running.watching import ProgressLine
 _NOTHING_TRAINED = (
     "Nothing was trained under Paceline: the script made no step with what worker.prepare returned. It needs "
     "paceline.init() and worker.prepare(model, optimizer, loader); see docs/script.md. Steps of other frameworks "
-    "are not recorded (docs/other-frameworks.md)."
+    "are not recorded, and Keras' fit by itself exchanges nothing between workers (docs/other-frameworks.md)."
 )
 _NOTHING_STEPPED = (
     "No step was recorded: the script made none with an hvd.DistributedOptimizer, which strategy horovod records."

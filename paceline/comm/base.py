@@ -338,6 +338,15 @@ class Store(ABC):
         """Tell the servers that this worker pushes no more, so that nobody waits for it."""
 
     @abstractmethod
+    def step_aside(self) -> None:
+        """Tell the servers that this worker waits for all others at a place of their scripts, and pushes nothing
+        before it comes back."""
+
+    @abstractmethod
+    def come_back(self) -> None:
+        """Tell the servers that it goes on. All workers do so before one of them pushes."""
+
+    @abstractmethod
     def optimizer_state(self) -> dict[str, Tensor]:
         """The servers' optimizer state as full tensors, keyed `<parameter index>.<state name>`."""
 

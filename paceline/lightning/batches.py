@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from paceline.training.sharding import Place, ShardedLoader, StandIn
+from paceline.errors import UsageError
+from paceline.training.sharding import Place, RoundBatches, ShardedLoader, StandIn
 
 
 @final
@@ -34,3 +35,38 @@ class TrainingBatches(StandIn):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `state_dict`."""
+
+
+@final
+class Rounds(StandIn):
+    """Tells Lightning, where an epoch begins, how many batches this worker has in its round.
+
+    Args:
+        on_end: called where a pass ends with the run.
+
+    Raises:
+        UsageError: the Trainer is to end, or to validate, in the middle of an epoch.
+    """
+
+    def __init__(self, loader: RoundBatches, trainer: Any, *, on_end: Callable[[], None]) -> None:
+        whole = {"limit_train_batches": 1.0, "overfit_batches": 0.0, "val_check_interval": 1.0, "max_steps": -1}
+        for name, value in whole.items():
+            if getattr(trainer, name) != value:
+                raise UsageError(
+                    f"Trainer({name}=...) does not go with clients, whose round is an epoch: leave "
+                    "it out, and give max_epochs, or `paceline run --max-steps`, a number of rounds"
+                )
+        self._loader, self._trainer, self._on_end = loader, trainer, on_end
+        self.sampler = self  # Lightning tells a loader's sampler that an epoch begins
+
+    def set_epoch(self, epoch: int) -> None:
+        self._loader.require_turns_for_all()  # else it would end training where there are no batches
+        loop = self._trainer.fit_loop
+        loop.max_batches = self._trainer.val_check_batch = loop._combined_loader.limits = len(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._loader
+        self._on_end()
+
+    def __len__(self) -> int:
+        return len(self._loader)

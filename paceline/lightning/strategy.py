@@ -1,7 +1,7 @@
 """Lightning's strategy that has a run of Paceline's exchange what its workers train."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -10,10 +10,10 @@ from torchmetrics import Metric
 
 import paceline
 from paceline.errors import UsageError
-from paceline.lightning.batches import TrainingBatches
+from paceline.lightning.batches import Rounds, TrainingBatches
 from paceline.lightning.world import WorldBody
 from paceline.running.frameworks import require_possible, require_strategy
-from paceline.training.sharding import ShardedLoader
+from paceline.training.sharding import RoundBatches, ShardedLoader
 
 _KEY = "paceline"
 """Of what Lightning's checkpoints hold for Paceline."""
@@ -44,7 +44,7 @@ class StrategyBody(WorldBody):
 
     def __init__(self, strategy: str | None = None, **plugins: Any) -> None:
         self._worker = paceline.init()
-        require_possible(self._worker.strategy)
+        require_possible(self._worker.strategy, knows_rounds=True)
         require_strategy(self._worker, strategy)
         self._in_place = ExitStack()
         self._loaded: Tensor | None = None  # the run's part of the checkpoint to go on from
@@ -81,11 +81,17 @@ class StrategyBody(WorldBody):
             named: dict[str, Any] = {"optimizer": self.optimizers[0]}
         else:
             named = {f"optimizer_{number}": optimizer for number, optimizer in enumerate(self.optimizers)}
-        *_, loader = self._worker.prepare(model=self.lightning_module, **named, loader=dataloader)
+        *_, prepared = self._worker.prepare(model=self.lightning_module, **named, loader=dataloader)
         self._is_prepared = True
+        loader = cast(ShardedLoader, prepared)
+        if loader.roster is not None:
+            self._rounds = RoundBatches(loader, size=self._worker.size, is_over=lambda: self._worker.is_over)
+            if self._loaded is not None:
+                self._rounds.begin_at()
+            return Rounds(self._rounds, trainer, on_end=self._stop_if_over)
         if self._loaded is not None:
             self._worker.load_run_state(self._loaded.numpy().tobytes())
-        return TrainingBatches(cast(ShardedLoader, loader), trainer, on_end=self._stop_if_over)
+        return TrainingBatches(loader, trainer, on_end=self._stop_if_over)
 
     def training_step(self, *arguments: Any, **settings: Any) -> Any:
         self._is_in_step = True
@@ -114,9 +120,13 @@ class StrategyBody(WorldBody):
 
     # --- the global model ---------------------------------------------------------------------------------------
 
+    def _global_model(self) -> AbstractContextManager[Any]:
+        self._require_between_rounds("the global model")
+        return self._worker.global_model()
+
     def on_validation_start(self) -> None:
         if self._is_prepared:
-            self._in_place.enter_context(self._worker.global_model())
+            self._in_place.enter_context(self._global_model())
 
     def on_validation_end(self) -> None:
         self._in_place.close()
@@ -128,7 +138,7 @@ class StrategyBody(WorldBody):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self._is_prepared:
             return cast(dict[str, Any], super().lightning_module_state_dict())
-        with self._worker.global_model():
+        with self._global_model():
             self._state = self._worker.run_state()
             self._optimizer_states = {id(own): self._worker.optimizer_state(own) for own in self.optimizers}
             return {name: _copied(value) for name, value in super().lightning_module_state_dict().items()}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.comm.base import ReduceOp
 from paceline.errors import UsageError
+from paceline.training.sharding import RoundBatches
 from paceline.training.worker import Worker
 
 _OPS: dict[str, ReduceOp] = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max": "max"}
@@ -25,6 +26,7 @@ class WorldBody(_Base):  # type: ignore[misc]
     _worker: Worker
     _is_prepared = False
     _is_in_step = False
+    _rounds: RoundBatches | None = None  # where there are clients
 
     @property
     def root_device(self) -> torch.device:
@@ -106,9 +108,14 @@ class WorldBody(_Base):  # type: ignore[misc]
                 f"{place} in training_step needs all workers at every step, which this strategy does not keep: log "
                 "with on_step=False, on_epoch=True, or with sync_dist=False"
             )
+        self._require_between_rounds(place)
         with self._worker.meeting(place):
             yield
         self._stop_if_over()
+
+    def _require_between_rounds(self, place: str) -> None:
+        if self._rounds is not None:
+            self._rounds.require_between(place)
 
     def _stop_if_over(self) -> None:
         if self._worker.is_over and self.lightning_module is not None:

@@ -7,21 +7,21 @@ from paceline.strategies.base import Strategy
 from paceline.training.worker import Worker
 
 
-def require_possible(strategy: Strategy) -> None:
-    """Raises UsageError for a run whose loop must be the script's."""
+def require_possible(strategy: Strategy, *, knows_rounds: bool = False) -> None:
+    """Raises UsageError for a run whose loop must be the script's.
+
+    Args:
+        knows_rounds: the framework's epochs may differ in length, so that one may be a round of clients.
+    """
     world = current()
     assert world is not None
-    if strategy.participation() is not None or strategy.traits.by_script:
+    if strategy.participation() is not None and not knows_rounds:
         raise UsageError(
-            f"{name_of(strategy)} needs the script's own training loop, whose passes over the data differ in length; "
-            "write it with worker.prepare, or choose a strategy without clients"
+            f"{name_of(strategy)}: rounds of clients differ in length, and this framework counts all steps beforehand, "
+            "by the length of one epoch; use Lightning, Accelerate or a loop of your own, or a strategy without clients"
         )
-    if strategy.traits.takes_first_comers:
-        raise UsageError(
-            f"under {name_of(strategy)} servers go on with those workers that come first, and those who wait for the "
-            "others to validate or save keep them from going on; use diloco or ps-bsp without backup_workers, or the "
-            "script's own training loop"
-        )
+    if strategy.traits.by_script:
+        raise UsageError(f"{name_of(strategy)} has the script itself exchange; choose another strategy")
     if world.config.elastic is not None:
         raise UsageError("--elastic repeats steps of the script's own loop; leave it out, and resume from a checkpoint")
     if world.context.pacing.is_simulated:

@@ -214,6 +214,12 @@ class ClientCore:
     def leave(self) -> list[Send]:
         return self._ask_all("leave", Kind.LEAVE)
 
+    def step_aside(self) -> list[Send]:
+        return self._ask_all("waiting for all workers", Kind.STEP_ASIDE)
+
+    def come_back(self) -> list[Send]:
+        return self._ask_all("going on with all workers", Kind.COME_BACK)
+
     def get_state(self) -> list[Send]:
         return self._ask_all("optimizer state", Kind.GET_STATE)
 

@@ -118,6 +118,8 @@ class ServerCore:
             Kind.PULL: self._pull,
             Kind.JOIN: self._join,
             Kind.LEAVE: self._leave,
+            Kind.STEP_ASIDE: self._step_aside,
+            Kind.COME_BACK: self._come_back,
             Kind.GET_STATE: self._get_state,
             Kind.SET_STATE: self._set_state,
             **dict.fromkeys(self._tables.handlers, self._about_rows),
@@ -356,6 +358,16 @@ class ServerCore:
         for index, part in self._all_parts:
             yield from self._answer(index, part, part.shard.leave(message.sender), now_s)
         yield from self._next_in_turn(now_s)
+        yield Send(message.sender, self.message(Kind.OK))
+
+    def _step_aside(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        for index, part in self._all_parts:
+            yield from self._answer(index, part, part.shard.step_aside(message.sender), now_s)
+        yield Send(message.sender, self.message(Kind.OK))
+
+    def _come_back(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        for part in self.parts:
+            part.shard.come_back(message.sender)
         yield Send(message.sender, self.message(Kind.OK))
 
     def _get_state(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:

@@ -243,6 +243,15 @@ class Shard:
         self._stop = self._stop or self.rule.is_over
         return list(self._answers())
 
+    def step_aside(self, worker: int) -> list[Answer]:
+        """The worker waits for all others at a place of their scripts. Raises ProtocolError if it has left."""
+        self._update(self.rule.step_aside(worker))
+        return list(self._answers())
+
+    def come_back(self, worker: int) -> None:
+        """All are at that place, and the worker goes on. Raises ProtocolError if it has left."""
+        self.rule.come_back(worker)
+
     def pulled(self, worker: int) -> None:
         """The worker was given the parameters as they are now."""
         self._pulled_at[worker] = self.iteration
@@ -368,7 +377,7 @@ class Shard:
                 staleness,
                 self._stop,
                 admitted,
-                self.rule.contributors,
+                None if given is None else self.rule.contributors,
             )
 
     def _let_go_on(self, given: _Given) -> None:

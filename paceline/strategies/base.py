@@ -285,6 +285,10 @@ class Synchronizer(ABC):
     def begin_turn(self) -> None:
         """The next batch is of the next client. Called under strategies that have clients."""
 
+    def require_between_rounds(self, place: str) -> None:
+        """Raises UsageError where this worker has turns left in the round, which all others wait for. Called under
+        strategies that have clients."""
+
     def end_round(self) -> None:
         """End the round of local steps that is under way, if there is one, before its time. Collective call."""
 
@@ -294,6 +298,13 @@ class Synchronizer(ABC):
 
     def leave(self) -> None:
         """This worker takes no further step; nobody is to wait for it."""
+
+    def step_aside(self) -> None:
+        """This worker waits for all others at a place of their scripts, and steps when it has come back. Called under
+        strategies whose servers take first comers, which are not to wait for it."""
+
+    def come_back(self) -> None:
+        """All are at that place. Called on every worker before one of them steps."""
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """State as full tensors keyed `<parameter index>.<state name>`, wherever it is held. Rank 0's is saved."""

@@ -159,18 +159,26 @@ class _QuorumSynchronizer(Synchronizer):
             self._exchange()
         self._store.leave()
 
+    def step_aside(self) -> None:
+        self._store.step_aside()
+
+    def come_back(self) -> None:
+        self._store.come_back()
+
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
-        """What the servers have, which a worker that is through with its data need not, and the mean of all buffers."""
-        if self.context.rank == 0:
-            self._pull()
-        own = [tensor.clone() for tensor in self._local]
-        mix(self._local, self._shared, alpha=0.0)
-        try:
-            with super().global_model() as model:
-                yield model
-        finally:
-            mix(self._local, own, alpha=0.0)
+        """What the servers have, which a worker that is through with its data need not, and the mean of all buffers. At
+        the end this worker has its own again, also in the middle of its round."""
+        with self._outer.put_back():
+            if self.context.rank == 0:
+                self._pull()
+            own = [tensor.clone() for tensor in self._local]
+            mix(self._local, self._shared, alpha=0.0)
+            try:
+                with super().global_model() as model:
+                    yield model
+            finally:
+                mix(self._local, own, alpha=0.0)
 
     def own_state(self) -> dict[str, OwnState]:
         own = {name: state for name, state in of_replica(self.replica).items() if name.startswith(_OPTIMIZER)}

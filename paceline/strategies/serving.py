@@ -242,6 +242,15 @@ class ServerSynchronizer(Synchronizer):
         self._store.leave()
         self._rows.leave()
 
+    def step_aside(self) -> None:
+        self._store.step_aside()
+
+    def come_back(self) -> None:
+        """With the parameters that the others have, or its next gradient would come too late."""
+        self._store.come_back()
+        self._take(self._store.wait_for_admission(pause_at=self.iteration))
+        self._owned.untouched.accept_values()
+
     def optimizer_state(self) -> dict[str, Tensor]:
         return self._state.optimizer_state()
 

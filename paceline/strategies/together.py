@@ -56,6 +56,9 @@ class Together(Synchronizer):
         for part in self._parts.values():
             part.begin_turn()
 
+    def require_between_rounds(self, place: str) -> None:
+        self._first.require_between_rounds(place)
+
     def end_turn(self) -> StepOutcome:
         outcome, *_ = [part.end_turn() for part in self._parts.values()]
         self.iteration = outcome.iteration
@@ -95,6 +98,14 @@ class Together(Synchronizer):
         for part in self._parts.values():
             part.leave()
         self.iteration = self._first.iteration
+
+    def step_aside(self) -> None:
+        for part in self._parts.values():
+            part.step_aside()
+
+    def come_back(self) -> None:
+        for part in self._parts.values():
+            part.come_back()
 
     def optimizer_state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}

@@ -116,8 +116,12 @@ class Course:
         if outcome.iteration >= self._cadence.next_pause:
             self._pauses.note_settings()
 
-    def settle(self) -> None:
-        """Between two steps: pause where that is due, and wait for admission where a pause was entered without it."""
+    def settle(self, *, waits: bool = True) -> None:
+        """Between two steps: pause where that is due, and wait for admission where a pause was entered without it.
+
+        Args:
+            waits: whether to; a client's turn that begins does so, too.
+        """
         outcome, self._unsettled = self._unsettled, None
         has_met = False
         while outcome is not None and not self._run.has_ended:
@@ -125,7 +129,7 @@ class Course:
                 has_met = True
                 with self._pausing(), self._run.prepared.account.pause():
                     self._meet(is_done=False)
-            if self._run.has_ended or outcome.admitted:
+            if self._run.has_ended or outcome.admitted or not waits:
                 break
             pause_at = self._cadence.next_pause
             with self._pausing():
@@ -142,27 +146,22 @@ class Course:
         training clock. Until all are there, those who wait take part in the pauses of the others. Collective call.
 
         Raises:
-            UsageError: a worker does not come to the place any more, this one evaluates by itself, an elastic run is in
-                the middle of a round, or servers go on with those who come first, whom workers at the place would keep
-                from them.
+            UsageError: a worker does not come to the place any more, this one evaluates by itself, or a round is under
+                way, in an elastic run or of clients.
         """
         if self.is_meeting or not self.has_started or self.has_finished:
             yield  # they are together
             return
-        if self._run.traits.takes_first_comers and self._run.context.size > 1:
-            raise UsageError(
-                f"{place}: workers cannot meet while servers go on with those that come first; use diloco, or ps-bsp "
-                "without backup_workers"
-            )
         if self.is_pausing:
             raise UsageError(f"{place}: an evaluation runs on one worker alone, which cannot meet the others in it")
         self.require_allowed()
-        self.settle()
+        if self._run.context.roster is not None:
+            self._end_round(place)
+        self.settle(waits=self._run.context.roster is None)
         if self._survivor is not None:
             self._survivor.require_between_rounds(place)
         with self._pausing(), self._run.prepared.account.pause():
-            while not self._run.traits.lock_step and not self._meet(is_done=False, waits_at=place):
-                pass
+            self._wait_for_all(place)
             collective = self._run.context.collective
             collective.set_deadline(None)  # one may evaluate or save for all for as long as it takes
             self.is_meeting = True
@@ -172,6 +171,19 @@ class Course:
             finally:
                 self.is_meeting = False
                 collective.set_deadline(self._run.config.deadline_s)
+
+    def _wait_for_all(self, place: str) -> None:
+        """Until every worker waits at this place of its script. Servers that take first comers do not wait for one that
+        is there, and all have come back before one of them steps."""
+        if self._run.traits.lock_step:
+            return
+        synchronizer, steps_aside = self._run.prepared.synchronizer, self._run.traits.takes_first_comers
+        if steps_aside:
+            synchronizer.step_aside()
+        while not self._meet(is_done=False, waits_at=place):
+            pass
+        if steps_aside:
+            synchronizer.come_back()
 
     def come_or_leave(self) -> None:
         """The script asks for a batch: take part from there on in a run that trains already, or no longer, if this
@@ -232,6 +244,11 @@ class Course:
             self._unsettled = outcome = self._run.prepared.synchronizer.end_turn()
         self._take(outcome)
         return outcome.iteration
+
+    def _end_round(self, place: str) -> None:
+        """The client's turn that is under way is over, and with it the round."""
+        self.record_late(iteration=self.end_turn())
+        self._run.prepared.synchronizer.require_between_rounds(place)
 
     # --- the end ----------------------------------------------------------------------------------------------
 

@@ -149,14 +149,15 @@ class Worker:
     def meeting(self, place: str) -> AbstractContextManager[None]:
         """Inside, all workers are between two steps at this place of the script, off the training clock, so that what
         needs all of them is possible, as in `with worker.meeting("validation"): ...`. Each worker must come to the
-        place after as many steps. Collective call.
+        place after as many steps. Under `async-diloco` rounds go on without those who wait here; with backup
+        workers the first one here ends updates until all have come, and what the others compute until then is dropped.
+        Under strategies with clients the turn ends here, which must be the last of a round. Collective call.
 
         Args:
             place: what it is, for messages.
 
         Raises:
-            UsageError: a worker has come to another place, or to its script's end; or servers go on with those workers
-                that come first (`async-diloco`, `ps-bsp` with backup workers), whom those who wait here keep from them.
+            UsageError: a worker has come to another place, or to its script's end.
         """
         return self._session.course.meeting(place)
 

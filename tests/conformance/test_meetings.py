@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,8 +56,7 @@ def script(
                     (out / "state").write_bytes(state)
                 assert bool(state) == (worker.rank == 0)
                 assert worker.rank or sorted(momentum) == [0, 1]
-            if worker.strategy.traits.workers_differ:
-                assert all(map(torch.equal, before, model.parameters()))
+            assert all(map(torch.equal, before, model.parameters()))
     (out / f"told-{worker.rank}").write_text(json.dumps(told))
 
 
@@ -63,10 +64,39 @@ def told(out: Path, rank: int) -> list[list[float]]:
     return list(json.loads((out / f"told-{rank}").read_text()))
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp", "gossip"])
+FIRST_COMERS = ("ps-bsp:backup_workers=1:servers=2", "async-diloco:every=3", "async-diloco:every=3:quorum=2")
+
+
+@pytest.mark.parametrize(
+    "strategy", ["all-reduce", "ps-asp", "gossip", *FIRST_COMERS, "fed-avg:clients=4:fraction=0.5"]
+)
 def test_all_see_one_model_in_a_meeting(strategy: str, tmp_path: Path) -> None:
-    local_engine.run(partial(script, tmp_path), strategy=strategy, workers=2, out=tmp_path)
+    """Also in the middle of a round, which goes on afterwards."""
+    local_engine.run(partial(script, tmp_path), strategy=build(strategy), workers=2, out=tmp_path)
     assert told(tmp_path, 0) == told(tmp_path, 1)
+
+
+def step_alike() -> None:
+    """Each step takes as much off the weight, whatever it is, and all meet after each."""
+    worker = paceline.init()
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    loader = DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=1)
+    model, optimizer, batches = worker.prepare(model, optimizer, loader)
+    for (x,) in batches:
+        time.sleep(0.02 * worker.rank)
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        with worker.meeting("here"), worker.global_model():
+            pass
+
+
+def test_a_round_that_is_under_way_goes_on_after_a_meeting(tmp_path: Path) -> None:
+    strategy = build("async-diloco:every=3:outer=average")
+    local_engine.run(step_alike, strategy=strategy, workers=2, out=tmp_path, checkpoint_every=1000)
+    assert load_file(tmp_path / "model.safetensors")["weight"].item() == -0.25 * 16
 
 
 @pytest.mark.parametrize("strategy", ["ps-bsp", "gossip"])
@@ -75,6 +105,11 @@ def test_a_run_goes_on_from_what_its_script_has_saved(strategy: str, tmp_path: P
     local_engine.run(partial(script, first, save="state"), strategy=strategy, workers=2, out=first)
     local_engine.run(partial(script, second, load="first"), strategy=strategy, workers=2, out=second)
     assert told(second, 0) == told(first, 0)
+
+
+def test_workers_meet_when_a_round_of_clients_is_over(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"here: rank . has 1 of its clients left in round 1"):
+        local_engine.run(partial(script, tmp_path), strategy="fed-avg:clients=6:fraction=0.5", workers=2, out=tmp_path)
 
 
 def test_workers_that_wait_at_different_places_are_told(tmp_path: Path) -> None:
@@ -89,9 +124,3 @@ def test_an_evaluation_cannot_ask_all_workers(tmp_path: Path) -> None:
         local_engine.run(
             partial(script, tmp_path, evaluates=True), strategy="gossip", workers=2, out=tmp_path, eval_every=1
         )
-
-
-@pytest.mark.parametrize("strategy", ["ps-bsp:backup_workers=1", "async-diloco:every=2"])
-def test_workers_do_not_meet_while_servers_go_on_without_some(strategy: str, tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="here: workers cannot meet while servers go on with those that come first"):
-        local_engine.run(partial(script, tmp_path), strategy=build(strategy), workers=2, out=tmp_path)

@@ -130,12 +130,26 @@ def test_workers_in_lock_step_train_what_one_process_trains(
     assert found["sum"] == 3.0
 
 
-@pytest.mark.parametrize("strategy", ["ps-asp", "gossip", "local-sgd:every=2", "ad-psgd", "diloco:every=2"])
+FIRST_COMERS = ("async-diloco:every=3", "ps-bsp:backup_workers=1")
+FREE = ("ps-asp", "gossip", "local-sgd:every=2", "ad-psgd", "diloco:every=2", *FIRST_COMERS)
+
+
+@pytest.mark.parametrize("strategy", FREE)
 def test_workers_that_run_free_gather_all_of_each_others_metrics(strategy: str, tmp_path: Path) -> None:
     found = trained(tmp_path, strategy, saves_after=6)
     other = json.loads((tmp_path / "found-1.json").read_text())
     assert found["found"] == other["found"]
     assert len(found["found"]) == 30
+
+
+def test_a_pass_is_a_round_of_clients(tmp_path: Path) -> None:
+    found = trained(tmp_path, "fed-avg:clients=6:fraction=0.5")
+    other = json.loads((tmp_path / "found-1.json").read_text())
+    assert found["steps"] != other["steps"]
+    assert found["steps"] + other["steps"] == EPOCHS * 3 * 2, (
+        "of three clients one worker plays two; each has two batches"
+    )
+    assert found["found"] == other["found"]
 
 
 @pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "gossip"])

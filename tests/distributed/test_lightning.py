@@ -33,7 +33,8 @@ CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 PACKAGES = {"lightning.pytorch": "paceline.lightning", "pytorch_lightning": "paceline.lightning.pytorch_lightning"}
 LOCK_STEP = ("all-reduce", "ps-bsp:servers=2", "ring")
 PRELOADED = ("lightning.pytorch", "pytorch_lightning", "torchmetrics", "paceline.lightning.pytorch_lightning")
-FREE = ("ps-asp", "ps-ssp", "gossip", "ad-psgd", "local-sgd:every=2", "diloco:every=2")
+FIRST_COMERS = ("async-diloco:every=3", "ps-bsp:backup_workers=1")
+FREE = ("ps-asp", "ps-ssp", "gossip", "ad-psgd", "local-sgd:every=2", "diloco:every=2", *FIRST_COMERS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -195,7 +196,9 @@ def test_workers_that_run_free_validate_and_save_one_model(strategy: str, tmp_pa
     assert loss_of(model) == pytest.approx(found["tested"]["val_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("strategy", ["gossip", "local-sgd:every=2", "diloco:every=2"])
+@pytest.mark.parametrize(
+    "strategy", ["gossip", "local-sgd:every=2", "diloco:every=2", "fed-avg:clients=4:fraction=0.5"]
+)
 def test_lightning_trains_what_a_loop_by_hand_trains(strategy: str, tmp_path: Path) -> None:
     trained(tmp_path, strategy)
     local_engine.run(partial(by_hand, tmp_path), strategy=strategy, workers=2, out=tmp_path)
@@ -203,6 +206,21 @@ def test_lightning_trains_what_a_loop_by_hand_trains(strategy: str, tmp_path: Pa
     expected = torch.load(tmp_path / "hand-0.pt", weights_only=True)
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[name], expected[name]) for name in saved)
+
+
+def test_an_epoch_is_a_round_of_clients(tmp_path: Path) -> None:
+    """Of three clients a round one worker plays two, and both validate when the round is over."""
+    found = trained(tmp_path, "fed-avg:clients=6:fraction=0.5")
+    other = json.loads((tmp_path / "found-1.json").read_text())
+    assert found["epochs"] == other["epochs"] == EPOCHS
+    assert found["steps"] != other["steps"]
+    assert found["steps"] + other["steps"] == EPOCHS * 3 * 2, "a client has two batches"
+    assert found["tested"] == other["tested"]
+    assert found["metrics"] == other["metrics"]
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["state_dict"]
+    model = made("lightning.pytorch")
+    model.load_state_dict(saved)
+    assert loss_of(model) == pytest.approx(found["tested"]["val_loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("strategy", LOCK_STEP[:2])
@@ -253,9 +271,8 @@ def test_the_runs_budget_ends_the_trainer(strategy: str, tmp_path: Path) -> None
     [
         ("ps-asp", {}, {"step_logs": True}, "on_step=False"),
         ("ps-asp", {}, {"asks_for": "ps-ssp"}, "--strategy ps-ssp"),
-        ("fed-avg:clients=2", {}, {}, "own training loop"),
-        ("async-diloco:every=2", {}, {}, "use diloco"),
-        ("ps-bsp:backup_workers=1", {}, {}, "without backup_workers"),
+        ("fed-avg:clients=2:fraction=0.5", {}, {}, "has no client for rank 1"),
+        ("fed-avg:clients=2:fraction=1", {"val_check_interval": 2}, {}, "a number of rounds"),
         ("all-reduce", {"devices": 3}, {}, "--workers"),
         ("all-reduce", {"num_nodes": 2}, {}, "leave it out"),
         ("all-reduce", {"sync_batchnorm": True}, {}, "leave it out"),

@@ -1,4 +1,4 @@
-"""Ray's Data, Tune and Train, and TensorFlow's names for strategies, on several hosts of a network of their own."""
+"""Ray's Data, Tune and Train, TensorFlow's names for strategies, and Accelerate, on hosts of a network of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.namespaces import Network
 from paceline.running.result import Result
-from tests.distributed.harness import SCRIPTS
+from tests.distributed.harness import PACELINE, SCRIPTS
 
 RECIPE = SCRIPTS.parents[2] / "recipes" / "mnist_mirrored.py"
 
@@ -21,7 +21,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.ray,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(find_spec("pyarrow") is None, reason="Ray Data is not installed (paceline[ray-data])"),
+    pytest.mark.skipif(
+        any(find_spec(name) is None for name in ("pyarrow", "accelerate")),
+        reason="Ray Data or Accelerate is not installed (paceline[frameworks])",
+    ),
 ]
 
 
@@ -44,3 +47,16 @@ def test_workers_on_two_hosts_train_as_one_process(hosts: Network, tmp_path: Pat
     options = ["--workers", "2", "--dataset", "digits", "--epochs", "3", "--address", address, "--out", str(out)]
     hosts.run(hosts.hosts[0], [sys.executable, str(RECIPE), *options], timeout_s=300)
     assert Result.open(out).metrics["accuracy"] > 0.85
+    script = RECIPE.parent / "frameworks" / "accelerate_text.py"  # which asks for the first worker's address
+    options = [
+        "--strategy",
+        "all-reduce",
+        "--workers",
+        "2",
+        "--address",
+        address,
+        "--out",
+        str(tmp_path / "accelerate"),
+    ]
+    said = hosts.run(hosts.hosts[0], [PACELINE, "run", str(script), *options, "--", "--epochs", "1"], timeout_s=300)
+    assert "all-reduce, 2 worker(s)" in said

@@ -183,6 +183,8 @@ def test_workers_in_lock_step_train_what_one_process_trains(
         ("local-sgd:every=2", Tagger),
         ("ad-psgd", Tagger),
         ("diloco:every=2", TokenTagger),
+        ("async-diloco:every=3", TokenTagger),
+        ("ps-bsp:backup_workers=1:combine=never", Tagger),
     ],
 )
 def test_workers_that_run_free_evaluate_the_same_model(strategy: str, model: type[nn.Module], tmp_path: Path) -> None:
@@ -241,6 +243,7 @@ def train_with_others_arguments(out: Path) -> None:
     [
         ("all-reduce", partial(train, auto_find_batch_size=True), "set per_device_train_batch_size"),
         ("ps-asp", partial(train, load_best_model_at_end=True, save_strategy="epoch"), "best_model_checkpoint"),
+        ("fed-avg:clients=4", train, "use Lightning, Accelerate or a loop"),
         ("all-reduce", train_with_others_arguments, "from paceline.transformers import Trainer, TrainingArguments"),
     ],
 )

@@ -132,6 +132,22 @@ def test_backup_workers_the_first_to_leave_ends_it_for_all() -> None:
     assert rule.is_admitted(1)
 
 
+def test_with_backup_workers_the_first_at_a_place_ends_updates_until_all_have_come() -> None:
+    rule = BulkSynchronous(Membership.first(3), backup_workers=1)
+    assert push(rule, 1) == ()
+    assert rule.step_aside(0) == ()
+    for _ in range(3):
+        assert rule.is_admitted(1), "what it has given counts for nothing, and it goes on"
+        assert push(rule, 1) == ()
+    assert rule.clock_of(1) == 0
+    for worker in (1, 2):
+        assert rule.step_aside(worker) == ()
+    for worker in range(3):
+        rule.come_back(worker)
+    assert push(rule, 2) == ()
+    assert push(rule, 0) == (0, 2)
+
+
 def test_only_backup_workers_make_shards_follow() -> None:
     deciding = BulkSynchronous(Membership.first(3), backup_workers=1)
     assert isinstance(deciding.for_another_shard(), Following)

@@ -385,7 +385,9 @@ def test_an_interrupted_study_says_how_to_go_on(monkeypatch, capsys) -> None:
 def test_a_script_that_trains_nothing_is_told_what_it_lacks(monkeypatch, capsys) -> None:
     simulated = ("--engine", "virtual", "--cluster", "lab-1gbe")
     assert paceline(monkeypatch, "run", "train.py", *simulated) == 0
-    assert "Nothing was trained under Paceline: the script made no step" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Nothing was trained under Paceline: the script made no step" in said
+    assert "Keras' fit by itself exchanges nothing between workers" in said
 
 
 def test_a_target_that_was_not_reached_is_said(monkeypatch, capsys) -> None:

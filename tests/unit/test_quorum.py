@@ -54,6 +54,23 @@ def test_quorum_is_of_those_who_are_left() -> None:
     assert rule.push(0, 1) == (0,)
 
 
+def test_a_round_does_not_wait_for_workers_at_a_place() -> None:
+    rule = rule_of(3, 2)
+    assert rule.push(0, 0) == ()
+    assert rule.step_aside(1) == ()
+    assert rule.step_aside(2) == (0,)
+    rule.expect_pause(1)
+    assert rule.push(0, 1) == (0,), "nor does the last one before a pause"
+    for worker in (1, 2):
+        rule.come_back(worker)
+    rule.expect_pause(SELDOM)
+    assert rule.push(1, 0) == ()
+    assert rule.push(0, 2) == (0, 1)
+    rule.leave(2)
+    with pytest.raises(ProtocolError, match="worker 2 is none of the active workers"):
+        rule.step_aside(2)
+
+
 def test_grace_begins_with_the_quorum_and_ends_by_the_clock_or_with_all() -> None:
     rule = rule_of(3, 2, grace_s=0.5)
     rule.push(0, 0)

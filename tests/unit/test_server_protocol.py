@@ -128,8 +128,8 @@ RULES = {
 }
 
 
-def train(net: Net, num_steps: int) -> list[int]:
-    """Each worker pushes so many times, whenever it may; how far each came."""
+def train(net: Net, num_steps: int, *, meets: bool = False) -> list[int]:
+    """Each worker pushes so many times, whenever it may, and then, if they meet, waits for all; how far each came."""
     steps = [0] * len(net.clients)
     is_asking = [False] * len(steps)
 
@@ -137,11 +137,14 @@ def train(net: Net, num_steps: int) -> list[int]:
         for worker, client in enumerate(net.clients):
             if is_asking[worker] and client.is_done:
                 client.require_done()
-                assert client.reply().admitted
+                assert steps[worker] == num_steps or client.reply().admitted
                 is_asking[worker] = False
                 steps[worker] += 1
             if not is_asking[worker] and steps[worker] < num_steps:
                 net.push(worker, gradient(worker, steps[worker]))
+                is_asking[worker] = True
+            elif not is_asking[worker] and steps[worker] == num_steps and meets:
+                net.ask(worker, client.step_aside())
                 is_asking[worker] = True
 
     go_on()
@@ -188,6 +191,43 @@ def test_any_order_of_messages_gives_the_naive_servers_model(
     if name not in ("bsp", "backup"):
         total = sum(gradient(w, c) for w in range(num_workers) for c in range(num_steps))
         assert model == pytest.approx(-LR * total, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["backup", "quorum"])
+@settings(max_examples=40)
+@given(
+    randomness=st.integers(0, 2**32).map(random.Random),
+    num_workers=st.integers(2, 4),
+    num_servers=st.integers(1, 3),
+)
+def test_all_meet_where_servers_take_first_comers(
+    name: str, randomness: random.Random, num_workers: int, num_servers: int
+) -> None:
+    """In any order of messages each comes to its place, and every shard has made its updates of the same gradients."""
+    members = Membership.first(num_workers)
+    beside = [[randomness.random() < 0.4 for _ in range(num_servers)] for _ in range(num_workers)]
+    net = Net((RULES[name](members) for _ in range(num_servers)), beside, randomness=randomness, piece_bytes=64)
+    num_steps = 3
+    for _ in range(2):
+        assert train(net, num_steps, meets=True) == [num_steps + 1] * num_workers, "somebody waits for ever"
+        for worker, client in enumerate(net.clients):
+            net.ask(worker, client.come_back())
+        net.run()
+        for worker, client in enumerate(net.clients if name == "backup" else ()):
+            net.ask(worker, client.wait(pause_at=FOREVER))
+            net.run()
+            assert client.reply().admitted
+    net.ask(0, net.clients[0].pull())
+    net.run()
+    assert not net.errors
+    model = torch.cat([tensor.double().reshape(-1) for tensor in net.views(0)])
+    assert model == pytest.approx(float(model[0]), rel=1e-5)
+    num_updates = net.servers[0].iteration
+    if name == "backup":
+        assert num_updates >= 2 * num_steps, "as many as the first worker takes steps"
+    else:
+        total = 2 * sum(gradient(w, c) for w in range(num_workers) for c in range(num_steps))
+        assert float(model[0]) == pytest.approx(-LR * total, rel=1e-5)
 
 
 @given(

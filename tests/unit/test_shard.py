@@ -204,6 +204,18 @@ def test_a_following_shard_waits_for_the_decision_and_for_the_gradients_it_names
         shard.follow(1, 1, [0, 2])
 
 
+def test_a_following_shard_drops_what_counts_for_nothing() -> None:
+    """As it does where another worker waits at a place: the pusher goes on at the clock that it has pushed for."""
+    shard = make_shard(BulkSynchronous(Membership.first(3), backup_workers=1).for_another_shard())
+    shard.push(1, 0, ones(100.0), pause_at=NEVER)
+    (dropped,) = shard.follow(1, 0, [])
+    assert (dropped.worker, dropped.clock, dropped.staleness) == (1, 0, -1)
+    shard.push(0, 0, ones(3.0), pause_at=NEVER)
+    assert shard.follow(0, 1, [0, 1]) == [], "the gradient of worker 1 that counts has not come"
+    assert [answer.worker for answer in shard.push(1, 0, ones(1.0), pause_at=NEVER)] == [0]
+    assert torch.equal(shard.parameters[0], torch.full((3, 4), -2.0))
+
+
 def test_a_worker_waits_until_a_following_shard_has_come_to_its_clock() -> None:
     shard = make_shard(BulkSynchronous(Membership.first(3), backup_workers=1).for_another_shard())
     shard.push(2, 0, ones(), pause_at=NEVER)

@@ -128,6 +128,12 @@ class ServerGroup(Store):
         self._collective.be_through()
         self._ask(self._client.leave())
 
+    def step_aside(self) -> None:
+        self._ask(self._client.step_aside())
+
+    def come_back(self) -> None:
+        self._ask(self._client.come_back())
+
     def optimizer_state(self) -> dict[str, Tensor]:
         self._ask(self._client.get_state())
         return self._client.state()

@@ -29,6 +29,8 @@ from paceline.server.server_core import Send
 from paceline.server.spec import OptimizerSpec, Reply
 
 _ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind.JOIN, Kind.LEAVE}) | {
+    Kind.STEP_ASIDE,
+    Kind.COME_BACK,
     Kind.READ_ROWS,
     Kind.PUSH_ROWS,
     Kind.CHANGED_ROWS,

@@ -225,7 +225,7 @@ class WorkerActor:
         )
         restored = Checkpoint.decode(line.load_checkpoint(), where="the checkpoint") if spec.is_resumed else None
         met_at = meeting_place if needs_store(spec.members) else None
-        world = World(context, spec.strategy, spec.config, line, restored, met_at)
+        world = World(context, spec.strategy, spec.config, line, restored, met_at, address=me.address)
         enter(world)
         return world
 

@@ -16,6 +16,9 @@ class BulkSynchronous(AdmissionRule):
     (Chen et al., "Revisiting Distributed Synchronous SGD", 2016, section 3.1). The first worker to leave then ends the
     run for all: it has stepped as often as every worker would without backup workers, each time for another clock, and
     what slower ones have left are the batches that others made up for.
+
+    So it is at a place where all workers meet: the first to come there ends updates until all have come. What slower
+    ones compute on their way there is dropped, and lets them go on at once.
     """
 
     def __init__(self, members: Membership, *, backup_workers: int = 0) -> None:
@@ -27,6 +30,7 @@ class BulkSynchronous(AdmissionRule):
         self.contributors = () if backup_workers else None
         self._clock = 0
         self._held: set[int] = set()
+        self._aside: set[int] = set()
         self._begins: dict[int, int] = {}  # by worker that has joined for a clock to come: that clock
         self._num_missing = members.size  # active workers that are not held, of those that the open clock needs
 
@@ -40,7 +44,7 @@ class BulkSynchronous(AdmissionRule):
         self.require_active(sender)
         if clock > self._clock or sender in self._held:
             raise ProtocolError(f"worker {sender} pushed for clock {clock} while clock {self._clock} is open")
-        if clock < self._clock or self.is_over:
+        if clock < self._clock or self.is_over or self._aside:
             return ()
         self._held.add(sender)
         self._num_missing -= 1
@@ -77,6 +81,18 @@ class BulkSynchronous(AdmissionRule):
             self.is_over = True
             self._held.clear()
         return contributors
+
+    def step_aside(self, worker: int) -> tuple[int, ...]:
+        self.require_active(worker)
+        if self._backup_workers:
+            self._aside.add(worker)
+            self._held.clear()
+            self._num_missing = len(self.active)
+        return ()
+
+    def come_back(self, worker: int) -> None:
+        self.require_active(worker)
+        self._aside.discard(worker)
 
     def _close_if_full(self) -> tuple[int, ...]:
         # A worker that left after its push still counts: its gradient is here.

@@ -56,6 +56,8 @@ class Following(AdmissionRule):
         if not is_clock or not are_workers or len(set(contributors)) < len(contributors):
             raise ProtocolError(f"worker {worker} cannot go on at clock {clock!r} after gradients of {contributors!r}")
         self._goes_on_at[worker] = clock
+        if clock == self._pushed_at[worker]:  # there, what it pushed counts for nothing
+            self._pushed.discard(worker)
         if contributors and clock > self._clock:
             self._decided[clock - 1] = contributors
         return self.due()

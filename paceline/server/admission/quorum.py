@@ -17,6 +17,8 @@ class Quorum(AdmissionRule):
     one). After the last round before a pause all workers meet anyway. So this round is of everybody, and in a pause no
     contribution is held.
 
+    A worker that waits for the others at a place of their scripts is not one that a round waits for.
+
     Args:
         quorum: contributions that a round needs; all, where fewer workers are left.
         grace_s: for how long a round stays open once it has these, unless everybody's are there.
@@ -34,6 +36,7 @@ class Quorum(AdmissionRule):
         self._clock = 0
         self._meets_at: float = math.inf
         self._held: set[int] = set()
+        self._aside: set[int] = set()
 
     def for_another_shard(self) -> AdmissionRule:
         return Following(self.members, takes_late=True)
@@ -73,12 +76,22 @@ class Quorum(AdmissionRule):
         self.active.discard(worker)
         return self._close() if self._is_full(waits=self.is_timed) else ()
 
+    def step_aside(self, worker: int) -> tuple[int, ...]:
+        self.require_active(worker)
+        self._aside.add(worker)
+        return self._close() if self._is_full(waits=self.is_timed) else ()
+
+    def come_back(self, worker: int) -> None:
+        self.require_active(worker)
+        self._aside.discard(worker)
+
     def _is_full(self, *, waits: bool) -> bool:
         """Whether a round can be made; `waits`: of everybody's contributions alone."""
+        awaited = self.active - self._aside
         # A worker that left after its push still counts: its contribution is here.
         if waits or self._clock + 1 >= self._meets_at:
-            return bool(self._held) and self._held >= self.active
-        return len(self._held) >= max(1, min(self._quorum, len(self.active | self._held)))
+            return bool(self._held) and self._held >= awaited
+        return len(self._held) >= max(1, min(self._quorum, len(awaited | self._held)))
 
     def _close(self) -> tuple[int, ...]:
         contributors = self.contributors = tuple(sorted(self._held))

@@ -126,6 +126,21 @@ class AdmissionRule(ABC):
     def leave(self, worker: int) -> tuple[int, ...]:
         """The worker pushes no more. Returns the senders whose held contributions now form an update, if any do."""
 
+    def step_aside(self, worker: int) -> tuple[int, ...]:
+        """The worker waits for all others at a place of their scripts: no contribution of it is held, and it gives none
+        before it comes back. Returns the senders whose held contributions now form an update, if any do. By default
+        the others wait for it as before.
+
+        Raises:
+            ProtocolError: the worker has left or never was.
+        """
+        self.require_active(worker)
+        return ()
+
+    def come_back(self, worker: int) -> None:
+        """The worker goes on; called once all are at the place. Raises ProtocolError as `step_aside`."""
+        self.require_active(worker)
+
     @final
     def require_active(self, worker: int) -> None:
         """Raises ProtocolError if the worker has left or never was."""

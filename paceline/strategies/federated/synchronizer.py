@@ -148,6 +148,13 @@ class FederatedSynchronizer(Synchronizer):
         assert self._playing is not None, "batches come in turns"
         return self._playing.turn.client
 
+    def require_between_rounds(self, place: str) -> None:
+        if self._num_played:
+            raise UsageError(
+                f"{place}: rank {self.context.rank} has {len(self._to_play())} of its clients left in round "
+                f"{self.iteration + 1}, whose end all others wait for; meet when a round is over"
+            )
+
     def leave(self) -> None:
         """The script ended by itself; the run ends with this round, on all workers."""
         self.context.collective.set_deadline(None)  # the others may have many steps to go

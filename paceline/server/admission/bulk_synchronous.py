@@ -87,7 +87,7 @@ class BulkSynchronous(AdmissionRule):
         if self._backup_workers:
             self._aside.add(worker)
             self._held.clear()
-            self._num_missing = len(self.active)
+            self._num_missing = len(self.active) - len(self._begins)
         return ()
 
     def come_back(self, worker: int) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.engines import aliases
-from paceline.engines.world import current
 from paceline.errors import Aborted, BudgetReached, DeadlineExceeded, PacelineError, PeerLost, UsageError, suggest
 
 _OWN_DIRECTORY = os.fspath(Path(__file__).resolve().parents[1]) + os.sep
@@ -91,7 +90,7 @@ def run_program(program: Program) -> None:
     except BudgetReached:
         pass
     except (StopIteration, RuntimeError) as error:
-        if not _is_of_next(error) or (world := current()) is None or not world.has_ended():
+        if not _is_of_next(error) or not _has_run_ended():
             raise
     except SystemExit as exit_:
         if exit_.code not in (None, 0):
@@ -102,6 +101,13 @@ def _is_of_next(error: Exception) -> bool:
     """Whether the script, or a generator of its own, has called `next()` where there was nothing more, as after the
     run's end."""
     return isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration)
+
+
+def _has_run_ended() -> bool:
+    from paceline.engines.world import current  # which loads torch, and nobody waits for that to read a command
+
+    world = current()
+    return world is not None and world.has_ended()
 
 
 _REMEDIES = {

@@ -311,7 +311,8 @@ class Store(ABC):
         """A zeroed uint8 tensor in memory that servers on this host reach without a copy."""
 
     def expect_alike(self) -> None:
-        """All workers push at every step: a long wait for others looks whether they wait for this worker elsewhere."""
+        """All workers push at every step: a long wait for others looks whether they wait for this worker elsewhere,
+        where it can see that."""
 
     @abstractmethod
     def exchange(self, push: Push) -> Reply:

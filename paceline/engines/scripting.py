@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,7 @@ def run_program(program: Program) -> None:
     except (StopIteration, RuntimeError) as error:
         if not _is_of_next(error) or not _has_run_ended():
             raise
+        _say_where_it_ended(error)
     except SystemExit as exit_:
         if exit_.code not in (None, 0):
             raise ScriptExit(f"the script ended with sys.exit({exit_.code!r})") from None
@@ -101,6 +103,13 @@ def _is_of_next(error: Exception) -> bool:
     """Whether the script, or a generator of its own, has called `next()` where there was nothing more, as after the
     run's end."""
     return isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration)
+
+
+def _say_where_it_ended(error: Exception) -> None:
+    """It may have been another iterator's end, and a mistake: nobody can tell."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    message = "next() found nothing more, since the run has ended; the script ends here, and what follows is not done"
+    warnings.warn_explicit(message, UserWarning, last.filename, last.lineno or 0)
 
 
 def _has_run_ended() -> bool:

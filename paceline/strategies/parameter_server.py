@@ -194,8 +194,8 @@ class ParameterServer(Strategy):
 
     def _moves_rows(self, context: Context) -> bool:
         """Whether of gradients that have few rows these move: as honest workers have them, joined by the mean, to
-        servers that live as long as the run."""
-        is_plain = self.codec is None and self.aggregate == MEAN and not self.replicas
+        servers that live as long as the run, in updates whose workers have all taken as many steps."""
+        is_plain = self.codec is None and self.aggregate == MEAN and not self.replicas and not self.backup_workers
         return is_plain and context.corrupt is None and context.reform is None
 
     def _require_rows_joined_alike(self, context: Context) -> None:

@@ -18,7 +18,9 @@ class ServerOwned:
         self._replica = replica
         lay_parameters(replica, layout, mirror.local)
         self._places = [parameter.data_ptr() for parameter in replica.parameters]
-        self.untouched = Untouched(replica.parameters, mirror.local)
+        apart = [replica.parameters[index].detach() for index in sorted(replica.by_rows)]
+        whole = [weight.view(-1) for weight in apart if weight.is_contiguous()]
+        self.untouched = Untouched(replica.parameters, [mirror.local, *whole])
 
     def changed(self) -> str | None:
         """The name of a parameter that the script has changed or moved, as far as can be told."""

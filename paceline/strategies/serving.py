@@ -239,6 +239,7 @@ class ServerSynchronizer(Synchronizer):
                 f"after its last step the script changed parameter {changed!r} on rank {self.context.rank}; the run's "
                 "model is the servers', without that: save what you have changed yourself, or use ps-bsp or all-reduce"
             )
+        self.context.collective.be_through()
         self._store.leave()
         self._rows.leave()
 

@@ -17,14 +17,15 @@ class Untouched:
     now and then, so that a change of all parameters shows; and digests of all where that is asked for.
 
     Args:
-        flat: the memory that the parameters lie in, as uint8.
+        memories: that the parameters lie in; 1-D.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], memories: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._window = Window(flat, _WINDOW_BYTES) if flat.is_cpu else None
-        self._begins = flat.data_ptr()
-        self._seen = b""  # through the window
+        on_cpu = [memory for memory in memories if memory.is_cpu]
+        self._windows = [Window(memory, _WINDOW_BYTES) for memory in on_cpu]
+        self._begins = [memory.data_ptr() for memory in on_cpu]
+        self._seen: list[bytes] = []  # through the windows
         self._versions: list[int] = []
         self._digests: list[str] | None = None
         self.accept(looks_closely=True)
@@ -42,27 +43,29 @@ class Untouched:
         """As `accept`, by who has changed values past torch: what torch has counted up to now still shows."""
         looks_closely = looks_closely or self._digests is not None
         self._digests = self._all_digests() if looks_closely else None
-        if self._window is not None:
-            self._window.move_on()
-            self._seen = self._window.read()
+        self._seen = []
+        for window in self._windows:
+            window.move_on()
+            self._seen.append(window.read())
 
     def look(self) -> int | None:
         """The index of a parameter that was changed since `accept`."""
         versions = list(map(version_of, self._parameters))
         if versions != self._versions:
             return _first_unlike(self._versions, versions)
-        digests, seen, self._digests, self._seen = self._digests, self._seen, None, b""
+        digests, seen, self._digests, self._seen = self._digests, self._seen, None, []
         found = None if digests is None else _first_unlike(digests, self._all_digests())
-        if found is None and seen and self._window is not None:
-            found = self._found_in(self._window, seen)
+        for begins, window, before in zip(self._begins, self._windows, seen, strict=False):  # none, if looked at before
+            if found is None:
+                found = self._found_in(window, begins, before)
         return found
 
-    def _found_in(self, window: Window, before: bytes) -> int | None:
+    def _found_in(self, window: Window, begins: int, before: bytes) -> int | None:
         """What lies between parameters is nobody's."""
         now = window.read()
         if now == before:
             return None
-        starts_at = self._begins + window.start
+        starts_at = begins + window.start
         for index, parameter in enumerate(self._parameters):
             place = parameter.data_ptr() - starts_at
             own = slice(max(0, place), max(0, place + parameter.nbytes))

@@ -1,5 +1,6 @@
 """A worker's run under servers that outlive workers: its steps need no other worker, and only in pauses do all meet."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -11,6 +12,7 @@ from paceline.elastic import Done, Lanes, Member
 from paceline.errors import UsageError
 from paceline.strategies.base import Context, Synchronizer
 from paceline.strategies.regrouping import LaneKeeper, Regrouping
+from paceline.strategies.traits import Served
 from paceline.training.entering import Entering
 from paceline.training.given import Given
 from paceline.training.sharding import Place
@@ -65,7 +67,13 @@ class Outlived:
         return Done(feed.place.epoch, *reached, run.samples + feed.handouts.num_samples, run.steps + 1)
 
     def require_between_rounds(self, place: str) -> None:
-        pass
+        served = [each for each in self._run.traits.traffic or () if isinstance(each, Served)]
+        if any(each.staleness != math.inf for each in served):
+            raise UsageError(
+                f"{place}: with --elastic under ps-bsp and ps-ssp workers cannot wait for each other at a place of "
+                "their scripts: once one has gone or come, they reach it after other numbers of steps, for which "
+                "others wait; let @worker.evaluation judge the model, or use ps-asp"
+            )
 
     def require_prepared_schedulers(self, given: dict[str, Any], optimizer: Any) -> None:
         pass

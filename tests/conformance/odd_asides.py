@@ -92,6 +92,18 @@ class FirstOnly(DataLoader[Any]):
         return [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+class Counted(DataLoader[Any]):
+    epoch = 0
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.epoch = 0
+
+
+def count(run: Run) -> None:
+    run.loader.epoch += 1
+
+
 def by_next(worker: Any, *, way: Callable[[Any], Iterator[Any]], count: int = 50) -> nn.Module:
     """Steps are counted, and batches are asked for one by one."""
     model = perceptron()

@@ -13,7 +13,7 @@ import pytest
 from paceline.errors import RunFailed
 from tests.conformance import local_engine, odd_asides, virtual_engine
 from tests.conformance.reference import train_alone
-from tests.conformance.scripts import EXACT, assert_close, launched
+from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
 from tests.conformance.test_odd_hunted import EVERYWHERE, JOINT, SAME_STEP, SERVERS, STRATEGIES, judge
 
 SETTING = r"the script sets collate_fn of the loader that prepare returned.*set it before prepare"
@@ -65,7 +65,22 @@ def test_evaluations_ask_nobody(strategy: str, name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("way", [odd_asides.Anew, odd_asides.anew])
 def test_a_script_that_asks_for_batches_one_by_one_ends_with_the_run(way: Any, tmp_path: Path) -> None:
     script = partial(launched, partial(odd_asides.by_next, way=way))
-    assert virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path, max_steps=10).iteration == 10
+    with pytest.warns(UserWarning, match="the run has ended; the script ends here"):
+        result = virtual_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path, max_steps=10)
+    assert result.iteration == 10
+
+
+def test_what_a_loader_has_besides_is_the_scripts(tmp_path: Path) -> None:
+    found: list[int] = []
+
+    def script(worker: Any) -> Any:
+        own = odd_asides.Counted(samples(), batch_size=BATCH_SIZE)
+        model = odd_asides.train(worker, loader=lambda _: own, passed=odd_asides.count)
+        found.append(own.epoch)
+        return model
+
+    virtual_engine.run(partial(launched, script), strategy="all-reduce", workers=2, out=tmp_path)
+    assert found == [2, 2]
 
 
 def ends_too_early(worker: Any) -> None:

@@ -224,6 +224,7 @@ def read_few(worker: Worker, out: Path) -> None:
             r"rows of 'weight' are updated from adam to adam:beta1=0.5:beta2=0.9, of which only the learning rate may",
         ),
         ("weights", r"the script changed parameters in place.*'weight'"),
+        ("values", r"the script changed parameters in place.*'weight'"),
         ("gradients", r"the gradient of parameter 'weight' on rank 0 is not finite"),
         ("dense", r"the gradient of 'weight' is dense, and SparseAdam takes sparse ones alone"),
     ],
@@ -247,6 +248,8 @@ def train_and_spoil(worker: Worker, out: Path, *, spoil: str) -> None:
             elif spoil == "weights":
                 with torch.no_grad():
                     model.weight.mul_(0.5)
+            elif spoil == "values":
+                model.weight.data.mul_(0.5)
             elif spoil == "gradients":
                 loss = loss * float("inf")
             else:

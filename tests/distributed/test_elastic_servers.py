@@ -259,3 +259,29 @@ def test_a_worker_leaves_when_it_is_asked_to(start, tmp_path: Path) -> None:
     require_each_sample_once(out, epochs=1, samples=960)
     require_whole(out, servers=1, gradients=240)
     command.assert_nothing_left()
+
+
+MEETS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+
+worker = paceline.init()
+model = torch.nn.Linear(2, 1)
+loader = DataLoader(TensorDataset(torch.ones(16, 2)), batch_size=2)
+model, optimizer, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+for (batch,) in loader:
+    optimizer.zero_grad()
+    model(batch).mean().backward()
+    optimizer.step()
+    with worker.meeting("between steps"):
+        pass
+"""
+
+
+@pytest.mark.slow
+def test_scripts_that_meet_are_refused_where_each_step_needs_all(tmp_path: Path, ray_here: None) -> None:
+    (tmp_path / "meets.py").write_text(MEETS)
+    with pytest.raises(paceline.UsageError, match=r"between steps: with --elastic under ps-bsp and ps-ssp.*use ps-asp"):
+        paceline.run(tmp_path / "meets.py", strategy="ps-bsp", workers=2, elastic="1:2", out=tmp_path / "run")

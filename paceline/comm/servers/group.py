@@ -47,6 +47,7 @@ class ServerGroup(Store):
         self.timing = Timing()
         self._carrier, self._collective, self._configure, self._epoch = carrier, collective, configure, epoch
         self._joins = joins
+        self._standing: Callable[[], str | None] | None = None
         self._client = ClientCore(
             rank=collective.rank if rank is None else rank,
             epoch=epoch,
@@ -100,16 +101,21 @@ class ServerGroup(Store):
             self._initialise(iteration=0)
 
     def expect_alike(self) -> None:
-        self._carrier.standing = self._collective.standing
+        if self._carrier.is_all_beside:  # else one may have its answer while another's is on its way
+            self._standing = self._collective.standing
 
     def exchange(self, push: Push) -> Reply:
         self._client.encode(push)
-        turn = self._carrier.serve_itself(self._client) if push.is_plain else None
-        if turn is None:
-            reply = self._timed(self._client.exchange(push))
-        else:
-            self._account(turn.elapsed_s, turn.waiting_s)
-            reply = turn.reply
+        self._carrier.standing = self._standing  # what else servers are asked for, they may take their time for
+        try:
+            turn = self._carrier.serve_itself(self._client) if push.is_plain else None
+            if turn is None:
+                reply = self._timed(self._client.exchange(push))
+            else:
+                self._account(turn.elapsed_s, turn.waiting_s)
+                reply = turn.reply
+        finally:
+            self._carrier.standing = None
         self._client.settle(reply)
         return reply
 
@@ -125,7 +131,6 @@ class ServerGroup(Store):
         self._client.joined()
 
     def leave(self) -> None:
-        self._collective.be_through()
         self._ask(self._client.leave())
 
     def step_aside(self) -> None:

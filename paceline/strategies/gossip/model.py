@@ -22,7 +22,7 @@ class FlatModel:
         self.replica = replica
         self.parcel = Parcel(by_group(replica.specs), replica.parameters[0].device)
         self._places = [view.data_ptr() for view in lay_parameters(replica, self.parcel.layout, self.parcel.buffer)]
-        self._untouched = Untouched(replica.parameters, self.parcel.buffer)
+        self._untouched = Untouched(replica.parameters, [self.parcel.buffer])
         self.accept = self._untouched.accept
 
     def require_in_place(self, *, rank: int, step: int) -> None:

@@ -127,9 +127,8 @@ def calls_alone(worker: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_shared_memory", [True, False])
-def test_who_calls_alone_is_not_waited_for_where_servers_wait(in_shared_memory: bool, tmp_path: Path) -> None:
+def test_who_calls_alone_is_not_waited_for_where_servers_wait(tmp_path: Path) -> None:
     """Until the deadline."""
     run = partial(local_engine.run, partial(launched, calls_alone), strategy="ps-bsp", workers=2, out=tmp_path)
     with pytest.raises(RunFailed, match=r"rank 1 waits until all have pushed.*rank 0 waits for all in barrier"):
-        run(servers_are_local=in_shared_memory)
+        run()

@@ -187,8 +187,8 @@ class Collective(ABC):
         """Change how long any one call may wait for a peer that lives; none: for ever."""
 
     def standing(self) -> str | None:
-        """Which other rank waits for all ranks in an operation that this one has not begun, in words, as far as that is
-        known without asking."""
+        """Says which other rank waits for all ranks in an operation that this rank has not begun. None: no rank does,
+        or this one cannot see it without asking."""
         return None
 
     def be_through(self) -> None:

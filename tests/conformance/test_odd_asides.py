@@ -128,7 +128,7 @@ def calls_alone(worker: Any) -> Any:
 
 @pytest.mark.slow
 def test_who_calls_alone_is_not_waited_for_where_servers_wait(tmp_path: Path) -> None:
-    """Until the deadline."""
+    """It would be, until the deadline."""
     run = partial(local_engine.run, partial(launched, calls_alone), strategy="ps-bsp", workers=2, out=tmp_path)
     with pytest.raises(RunFailed, match=r"rank 1 waits until all have pushed.*rank 0 waits for all in barrier"):
         run()

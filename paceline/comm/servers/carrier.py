@@ -47,7 +47,7 @@ class Carrier(ABC):
     """All servers are on this worker's host, and none takes another's place: rows that lie in their memory can be read
     there, and gradients of rows go with a push."""
     standing: Callable[[], str | None] | None = None
-    """As a collective's, while this worker waits until all have pushed."""
+    """Calls `Collective.standing`; set while this worker waits until all have pushed."""
     carries_bytes: bool
     """Tensors for servers elsewhere pass as bytes; else servers reach this worker's memory."""
 

@@ -139,7 +139,7 @@ class Holding:
         self._do(action for action in actions if not (isinstance(action, Send) and action.to == worker))
 
     def let_in(self, worker: int, clock: int) -> None:
-        """As `ServerCore.let_in`."""
+        """Has the core let the worker in, and sends what it answers."""
         self._do(self.core.let_in(worker, clock, time.perf_counter()))
 
     def look(self) -> None:

@@ -128,11 +128,11 @@ class ParameterService:
         self._sent_on_errand(lambda: self._first.let_go(worker, last_push))
 
     def expect(self, worker: int) -> int:
-        """As `ServerCore.expect`; called from another thread."""
+        """Has this server's loop call `ServerCore.expect`. May be called from another thread."""
         return self._sent_on_errand(lambda: self._first.core.expect(worker))
 
     def let_in(self, worker: int, clock: int) -> None:
-        """As `ServerCore.let_in`; called from another thread."""
+        """Has this server's loop call `ServerCore.let_in`. May be called from another thread."""
         self._sent_on_errand(lambda: self._first.let_in(worker, clock))
 
     def _sent_on_errand(self, errand: Callable[[], T]) -> T:

@@ -261,7 +261,7 @@ class Rendezvous:
         )
 
     def standing(self, *, issued: int) -> str | None:
-        """As `Collective.standing`, of a rank that has `issued` so many."""
+        """Answers `Collective.standing` for this rank, which has begun `issued` steps."""
         for rank, peer in self.peers.items():
             theirs = self._standing_at(rank, issued=issued)
             if theirs is not None and not peer.words[_IS_THROUGH]:

@@ -288,8 +288,12 @@ def test_records_are_complete_and_add_up(row: Row, tmp_path: Path) -> None:
     require_through(row, [len(steps_of(result, worker)) for worker in range(row.workers)], num_steps)
     assert result.samples == sum(record.samples for record in result.steps)
     if row.updates_are_joint and row.workers > 1 and not (row.drops_gradients or row.rounds_vary):
-        waited_s = [sum(record.waiting_s for record in steps_of(result, worker)) for worker in range(row.workers)]
-        assert waited_s[0] > 0.005 * num_steps
+        first, slowest = steps_of(result, 0), steps_of(result, row.workers - 1)
+        assert sum(record.waiting_s for record in first) > 0
+        # A busy machine may delay the first worker's own computing as well, and what it sends.
+        ahead_s = sum(record.compute_s for record in slowest) - sum(record.compute_s for record in first)
+        exchanged_s = sum(record.waiting_s + record.communication_s for record in first)
+        assert exchanged_s > min(0.005 * num_steps, ahead_s / 2)
     if row.num_servers:
         clocks = [(update.worker, update.clock) for update in result.updates if update.server == 0]
         applied = Counter(record.worker for record in result.steps if record.staleness >= 0)

@@ -124,15 +124,20 @@ _REMEDIES = {
     "next one, and what all workers make of it. Keep a copy in another graph: parameter.grad.clone()",
     "Default process group has not been initialized": "Workers are joined without one: leave DistributedDataParallel "
     "out, since prepare does what it did, or call torch.distributed.init_process_group('paceline') first",
+    **dict.fromkeys(
+        map(repr, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
+        "If that is torchrun's variable: workers are told by worker.rank, worker.local_rank and worker.size",
+    ),
 }
-"""By torch's own words."""
+"""By the words of torch and Python."""
 
 
 def outcome_of(error: BaseException, *, num_steps: int) -> Outcome:
     name = type(error).__name__
     message = str(error)
-    if isinstance(error, RuntimeError | ValueError):
-        message = " ".join([message.rstrip(), *(remedy for words, remedy in _REMEDIES.items() if words in message)])
+    if isinstance(error, RuntimeError | ValueError | KeyError):
+        remedies = [remedy for words, remedy in _REMEDIES.items() if words in message]
+        message = ". ".join([message.rstrip(". \n"), *remedies]) if remedies else message
     return Outcome(
         num_steps=num_steps,
         error=f"{name}: {message}" if message else name,

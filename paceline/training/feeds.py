@@ -74,7 +74,7 @@ def require_even(name: str, is_even: bool) -> None:
         raise UsageError(
             f"the last batches of {name!r} differ in size from worker to worker and so would count differently, and "
             "with several loaders nothing tells which gradient is of which batch; give the DataLoader drop_last=True, "
-            "or a batch size that divides the data evenly"
+            "or a batch size that divides the data evenly. A loader that is only evaluated on need not be prepared"
         )
 
 

@@ -171,7 +171,8 @@ class Steps:
             f"rank {run.context.rank}: the optimizer steps, and the script has taken no batch of the loader that "
             "prepare returned; every worker would train on all samples of one that was not prepared. Loop over the "
             "prepared one: model, optimizer, loader = worker.prepare(model, optimizer, loader). If each worker is to "
-            f"make data of its own, set loader.dataset.{DIFFERS} = True"
+            f"make data of its own, set loader.dataset.{DIFFERS} = True; and leave out a step that comes before the "
+            "first batch, where there is no gradient yet"
         )
 
     def _step_beside(self, synchronizer: Synchronizer, update: Update, *, is_computed: bool = True) -> None:

@@ -65,6 +65,8 @@ def test_torchs_own_errors_get_a_remedy() -> None:
         DistributedDataParallel(torch.nn.Linear(1, 1))
     assert "leave DistributedDataParallel out" in outcome_of(told.value, num_steps=0).message
     assert outcome_of(ValueError("another"), num_steps=0).message == "another"
+    assert outcome_of(KeyError("RANK"), num_steps=0).message.startswith("'RANK'. If that is torchrun's variable")
+    assert outcome_of(KeyError("rank"), num_steps=0).message == "'rank'"
     dead = judge([worker(1, 3, is_dead=True)], is_training=True, is_synchronous=True, besides=", and the kernel")
     assert str(dead).endswith("or shortly after, and the kernel")
 

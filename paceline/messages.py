@@ -4,7 +4,6 @@ Nothing is ever unpickled.
 """
 
 import json
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -215,19 +214,6 @@ def cut_for(frames: Sequence[Raw], tensors: Sequence[Tensor]) -> Sequence[Raw]:
         parts.append(rest[: tensor.nbytes])
         rest = rest[tensor.nbytes :]
     return [*parts, rest]
-
-
-def view_of(frames: Sequence[Raw], *, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Raw frames as one tensor: of one frame its memory, of several a copy. Raises WireError if they hold another
-    number of bytes."""
-    if len(frames) != 1 or raw_bytes(frames[0]).readonly:
-        tensor = torch.empty(shape, dtype=dtype)
-        from_frames(frames, [tensor])
-        return tensor
-    expected = math.prod(shape) * dtype.itemsize
-    if len(raw_bytes(frames[0])) != expected:
-        raise WireError(f"a message carries {len(raw_bytes(frames[0]))} bytes of tensors instead of {expected}")
-    return torch.frombuffer(frames[0], dtype=dtype).view(shape)
 
 
 def raw_bytes(frame: Raw) -> memoryview:

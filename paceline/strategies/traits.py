@@ -82,8 +82,6 @@ class Neighbouring:
     """links: nothing is coded where all workers are on one host."""
     takes_means: bool = False
     """A worker's model becomes the mean with the topology's weights, so that plans know how fast models meet."""
-    in_pairs: bool = False
-    """Half of the workers ask a neighbour each, who answers whatever it is at, so that nobody waits for computing."""
 
 
 @final

@@ -56,7 +56,7 @@ class AsynchronousGossip(Strategy):
 
     @property
     def traits(self) -> Traits:
-        moved = Neighbouring(topology=self.topology, behind_computing=True, in_pairs=True)
+        moved = Neighbouring(topology=self.topology, behind_computing=True)
         return Traits(
             lock_step=False,
             unit="gradient",

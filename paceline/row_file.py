@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 DIRECTORY = re.compile(r"rows-[0-9]+-[0-9a-f]{8}")
 """What such a directory is called; all others are the user's."""
-_NAME = re.compile(r"table-[0-9]+-server-[0-9]+-[0-9]+\.pt")
+_NAME = re.compile(r"table-[0-9]+-server-[0-9]+-(?:later-([0-9]+)-)?[0-9]+\.pt")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -17,6 +17,12 @@ class RowFile(NamedTuple):
     num_servers: int
     """Of whom it was one: which keys it may have follows."""
     sha256: str
+
+    @property
+    def later(self) -> int:
+        """Files with a higher number have newer rows of the same keys; those with 0 are of all keys."""
+        found = _NAME.fullmatch(self.name)
+        return int(found[1]) if found is not None and found[1] is not None else 0
 
     @classmethod
     def of_plain(cls, plain: Any) -> "RowFile":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -101,6 +102,48 @@ def test_files_of_rows_go_to_any_number_of_servers(batches: list[list[int]], bef
     state = net.state()
     for name, tensor in other.state().items():
         assert torch.equal(tensor, state[name])
+
+
+@settings(max_examples=8, deadline=None)
+@given(batches=BATCHES, before=st.integers(1, 3), after=st.integers(1, 3), gone=st.sets(st.integers(0, 5)))
+def test_changed_rows_follow_those_of_earlier_files(
+    batches: list[list[int]], before: int, after: int, gone: set[int]
+) -> None:
+    """A file is written once, and has a name in each directory, of which any may be gone."""
+    net, other = (Net(spec_of("adam:lr=0.1", seed=seed), num_servers=num) for seed, num in ((4, before), (5, after)))
+    net.update({0: (1.0, gradients_of(list(range(NUM_ROWS)), 7))})
+    with TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.server.tables.table._SAVED_BYTES", 2 * 3 * DIM * 8)
+        states = []
+        for number, keys in enumerate(batches):
+            net.update({0: (1.0, gradients_of(keys, number))})
+            directory = Path(place, f"rows-{number}-0123abcd")
+            states.append((directory, net.save(directory), net.state()))
+            if number in gone and number:
+                shutil.rmtree(states.pop(-2)[0])
+        for directory, files, state in states:
+            assert {file.name for file in files} == {path.name for path in directory.iterdir()}
+            other.load_files(directory, files)
+            for name, tensor in other.state().items():
+                assert torch.equal(tensor, state[name])
+
+
+def test_rows_that_stay_are_not_written_again(tmp_path: Path) -> None:
+    table = Table(spec_of())
+    table.update(gradients_of(list(range(NUM_ROWS)), 0))
+    written = [table.save(tmp_path / "rows-0-00000000")]
+    for number in range(1, 20):
+        table.update(gradients_of([number % NUM_ROWS], number))
+        written.append(table.save(tmp_path / f"rows-{number}-00000000"))
+    assert [max(file.later for file in files) for files in written[:8]] == [0, 1, 2, 3, 4, 5, 6, 0]
+    rows = torch.load(tmp_path / "rows-3-00000000" / written[3][-1].name)
+    assert rows["keys"].tolist() == [3]
+    assert (tmp_path / "rows-6-00000000" / written[0][0].name).stat().st_nlink == 7
+    other = Table(spec_of())
+    for name in ("min_count", "max_rows"):  # what waits, or goes, is written each time
+        other = Table(spec_of(**{name: 2}))
+        other.update(gradients_of([1, 2], 0))
+        assert [file.later for _ in range(2) for file in other.save(tmp_path / "rows-0-00000001")] == [0, 0]
 
 
 def test_a_file_of_rows_that_is_damaged_or_gone_is_named(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """A table's rows on the disk: each server's in files of its own, some rows a file, so that nobody holds them all.
 
-They are weights-only torch files; whoever names them says their digests.
+They are weights-only torch files; whoever names them says their digests. A later time may write those rows alone that
+have changed since: the files before get second names in its directory, so that each directory has all rows.
 """
 
 import errno
 import hashlib
 import io
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import PickleError
@@ -24,21 +26,27 @@ class DamagedRows(UsageError):
 
 
 def write(
-    pieces: Iterable[Mapping[str, Tensor]], directory: Path, *, number: int, server: int, num_servers: int
+    pieces: Iterable[Mapping[str, Tensor]],
+    directory: Path,
+    *,
+    number: int,
+    server: int,
+    num_servers: int,
+    before: Sequence[RowFile] = (),
 ) -> list[RowFile]:
-    """Write this server's rows of the table of this number, a file a piece. Raises OSError, and ValueError for a
-    directory with another name than checkpoints give."""
-    if not DIRECTORY.fullmatch(directory.name):
-        raise ValueError(f"rows are not written to {directory}")
-    if not directory.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "its host has no such directory")
-    directory.mkdir(exist_ok=True)
-    files = []
+    """Write this server's rows of the table of this number, a file a piece. Raises OSError.
+
+    Args:
+        before: files there whose rows these follow.
+    """
+    later = max((file.later + 1 for file in before), default=0)
+    start = f"table-{number}-server-{server}-" + (f"later-{later}-" if later else "")
+    files = list(before)
     for count, piece in enumerate(pieces):
         buffer = io.BytesIO()
         torch.save({name: value.clone() for name, value in piece.items()}, buffer)  # of a view torch saves the whole
         content = buffer.getvalue()
-        path = directory / f"table-{number}-server-{server}-{count}.pt"
+        path = directory / f"{start}{count}.pt"
         with durable.whole(path) as partial:
             partial.write_bytes(content)
         files.append(RowFile(path.name, server, num_servers, hashlib.sha256(content).hexdigest()))
@@ -46,14 +54,41 @@ def write(
     return files
 
 
-def read(directory: Path, files: Iterable[RowFile], *, server: int, num_servers: int) -> Iterator[dict[str, Tensor]]:
-    """What these files have of the rows of one server among so many, which may be others than wrote them.
+def make_directory(directory: Path) -> None:
+    """Raises OSError, and ValueError for a directory with another name than checkpoints give."""
+    if not DIRECTORY.fullmatch(directory.name):
+        raise ValueError(f"rows are not written to {directory}")
+    if not directory.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "its host has no such directory")
+    directory.mkdir(exist_ok=True)
+
+
+def name_again(files: Sequence[RowFile], before: Path, directory: Path) -> Sequence[RowFile]:
+    """Give these files second names in another directory; returns none of them where one is gone, or the file system
+    gives no second names."""
+    made = []
+    try:
+        for file in files:
+            os.link(before / file.name, directory / file.name)
+            made.append(directory / file.name)
+    except OSError:
+        for path in made:
+            path.unlink()
+        return ()
+    return files
+
+
+def read(
+    directory: Path, files: Iterable[RowFile], *, server: int, num_servers: int
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """What these files have of the rows of one server among so many, which may be others than wrote them, and how late
+    they were written (`RowFile.later`), from the latest on.
 
     Raises:
         UsageError: a file cannot be read; the message names it.
         DamagedRows: it is not what was written.
     """
-    for file in files:
+    for file in sorted(files, key=lambda file: -file.later):
         if not _may_share(file, server=server, num_servers=num_servers):
             continue
         try:
@@ -61,7 +96,7 @@ def read(directory: Path, files: Iterable[RowFile], *, server: int, num_servers:
             own = part_of(state, server=server, num_servers=num_servers)
         except (PickleError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, EOFError) as error:
             raise DamagedRows(f"{directory / file.name} has no rows: {error}") from None
-        yield own
+        yield file.later, own
 
 
 def require_whole(directory: Path, files: Sequence[RowFile]) -> None:

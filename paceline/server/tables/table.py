@@ -1,6 +1,6 @@
 """A table, or a server's part of one: the rows that have been updated. All others are known by their keys."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -15,6 +15,7 @@ from paceline.server.tables.entries import KEY_BYTES, KEYS, Entries, Width
 from paceline.server.tables.reading import first_values, rows_of
 from paceline.server.tables.rounding import rounded
 from paceline.server.tables.row_optimizers import RowOptimizer
+from paceline.server.tables.saved import Saved
 from paceline.server.tables.spec import RowGradients, TableSpec, are_different
 from paceline.server.tables.storage import InMemory, Storage
 
@@ -43,6 +44,7 @@ class Table:
         self._storage = storage or InMemory()
         self._piece = max(1, self._storage.piece_bytes // (spec.dim * spec.dtype.itemsize))
         self._groups = self._empty()
+        self._saved: Saved | None = None
 
     def __len__(self) -> int:
         """How many rows take memory."""
@@ -111,6 +113,8 @@ class Table:
         if self.spec.evicts:
             entries[_LAST].fill_(self.num_updates)
         self._rows.put(slots, entries)
+        if self._saved is not None:
+            self._saved.note(slots)
         self._storage.trim()
         return len(keys) * self.update_bytes
 
@@ -167,8 +171,23 @@ class Table:
         return self._with_numbers({prefix: entries.in_order() for prefix, entries in self._groups.items()})
 
     def save(self, directory: Path, *, number: int = 0, server: int = 0, num_servers: int = 1) -> list[RowFile]:
-        """Write all rows to files there. Raises OSError. See `row_files.write`."""
-        return row_files.write(self._pieces(), directory, number=number, server=server, num_servers=num_servers)
+        """Have files there with all rows. Those that earlier ones have as they are now are not written again, unless
+        rows may go from this table. Raises OSError, and ValueError as `row_files.make_directory`."""
+        row_files.make_directory(directory)
+        before, num_later, pieces = self._kept_in(directory)
+        files = row_files.write(pieces, directory, number=number, server=server, num_servers=num_servers, before=before)
+        if len(self._groups) == 1 and not self.spec.evicts:
+            self._saved = Saved(self._storage, directory, files, num_later=num_later)
+        return files
+
+    def _kept_in(self, directory: Path) -> tuple[Sequence[RowFile], int, Iterator[dict[str, Tensor]]]:
+        """Files there of what was saved before; how many rows of it are others by now; and what is to be written."""
+        saved = self._saved
+        if saved is not None and saved.pays(len(self)):
+            files = row_files.name_again(saved.files, saved.directory, directory)
+            if files:
+                return files, saved.num_later, self._changed_pieces(saved)
+        return (), 0, self._pieces()
 
     def load_files(self, directory: Path, files: Iterable[RowFile], *, server: int = 0, num_servers: int = 1) -> None:
         """As `load`, with those rows of the files that are this server's. Raises UsageError also for a damaged file."""
@@ -183,6 +202,15 @@ class Table:
             )
             self._storage.trim()
 
+    def _changed_pieces(self, saved: Saved) -> Iterator[dict[str, Tensor]]:
+        """Of rows that have changed, as `_pieces`; tensors are copies."""
+        for slots in saved.changed(max(1, _SAVED_BYTES // self._rows.entry_bytes)):
+            parts = []
+            for some in slots.split(self._piece):
+                parts.append({KEYS: self._rows.keys.index_select(0, some), **self._rows.at(some)})
+                self._storage.trim()
+            yield self._with_numbers({"": {name: torch.cat([part[name] for part in parts]) for name in parts[0]}})
+
     def _with_numbers(self, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         state = {prefix + name: tensor for prefix, group in groups.items() for name, tensor in group.items()}
         return {**state, _UPDATES: torch.tensor(self.num_updates), _SEED: torch.tensor(self._seed)}
@@ -190,16 +218,19 @@ class Table:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from there, with the rows of the state and no others. Raises UsageError, which names the table, if the
         state is of another one."""
-        self._load([state])
+        self._load([(0, state)])
 
-    def _load(self, pieces: Iterable[Mapping[str, Tensor]]) -> None:
-        other = Table(self.spec, self._storage)
-        for piece in pieces:
-            other._take(piece)
+    def _load(self, pieces: Iterable[tuple[int, Mapping[str, Tensor]]]) -> None:
+        """See `row_files.read`."""
+        other, latest = Table(self.spec, self._storage), 0
+        for later, piece in pieces:
+            latest = max(latest, later)
+            other._take(piece, is_older=later < latest)
         self._groups, self.num_updates, self._seed = other._groups, other.num_updates, other._seed
+        self._saved = None
 
-    def _take(self, state: Mapping[str, Tensor]) -> None:
-        """Have the rows of the state besides those that are here."""
+    def _take(self, state: Mapping[str, Tensor], *, is_older: bool) -> None:
+        """Have the rows of the state besides those that are here, which may be newer ones of the same keys."""
         spec, groups = self.spec, self._groups
         known = {prefix + name for prefix, entries in groups.items() for name in (KEYS, *entries.widths)}
         try:
@@ -210,7 +241,7 @@ class Table:
                     values = state[prefix + name]
                     if values.shape != (len(keys), width) or values.dtype != dtype:
                         raise UsageError(f"its {prefix + name!r} are {values.dtype} of shape {tuple(values.shape)}")
-                if len(keys.unique()) < len(keys) or bool((entries.find(keys) >= 0).any()):
+                if len(keys.unique()) < len(keys) or (not is_older and bool((entries.find(keys) >= 0).any())):
                     raise UsageError("a key comes twice")
             if unknown := state.keys() - known - {_UPDATES, _SEED}:
                 raise UsageError(f"it has {min(unknown)!r}, and a table of this one's settings none")
@@ -220,11 +251,14 @@ class Table:
             raise UsageError(f"a state does not fit table {spec.name!r}: {error}") from None
         for prefix, entries in groups.items():
             whole = {name: state[prefix + name] for name in (KEYS, *entries.widths)}
+            if is_older:
+                is_new = entries.find(whole[KEYS].long()) < 0
+                whole = {name: values[is_new] for name, values in whole.items()}
             for start in range(0, len(whole[KEYS]), self._piece):
                 some = {name: values[start : start + self._piece] for name, values in whole.items()}
                 entries.add(some.pop(KEYS).long(), some)
                 self._storage.trim()
-        self.num_updates, self._seed = updates, seed
+        self.num_updates, self._seed = max(self.num_updates, updates), seed
 
     def _empty(self) -> dict[str, Entries]:
         """By the beginning of names in a state: rows, with what is kept of them, and keys that wait for one."""

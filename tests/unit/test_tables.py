@@ -140,6 +140,10 @@ def test_rows_that_stay_are_not_written_again(tmp_path: Path) -> None:
     assert rows["keys"].tolist() == [3]
     assert (tmp_path / "rows-6-00000000" / written[0][0].name).stat().st_nlink == 7
     other = Table(spec_of())
+    other.load_files(tmp_path / "rows-3-00000000", written[3])
+    other.update(gradients_of([5], 0))
+    assert other.save(tmp_path / "rows-3-00000001")[:-1] == written[3]  # also in a run that is resumed
+    assert max(file.later for file in other.save(tmp_path / "rows-3-00000002", number=1)) == 0
     for name in ("min_count", "max_rows"):  # what waits, or goes, is written each time
         other = Table(spec_of(**{name: 2}))
         other.update(gradients_of([1, 2], 0))

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import PickleError
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,22 +26,32 @@ class DamagedRows(UsageError):
     """A file of rows is gone, or is not what was written."""
 
 
+class Writer(NamedTuple):
+    """Who writes files: of the table of this number, one server of so many."""
+
+    table: int
+    server: int
+    num_servers: int
+
+    def may_have_written(self, file: RowFile) -> bool:
+        return file.num_servers == self.num_servers and file.name.startswith(self.start)
+
+    @property
+    def start(self) -> str:
+        """Of the names of its files."""
+        return f"table-{self.table}-server-{self.server}-"
+
+
 def write(
-    pieces: Iterable[Mapping[str, Tensor]],
-    directory: Path,
-    *,
-    number: int,
-    server: int,
-    num_servers: int,
-    before: Sequence[RowFile] = (),
+    pieces: Iterable[Mapping[str, Tensor]], directory: Path, writer: Writer, *, before: Sequence[RowFile] = ()
 ) -> list[RowFile]:
-    """Write this server's rows of the table of this number, a file a piece. Raises OSError.
+    """Write rows of a table, a file a piece; returns these files and those before. Raises OSError.
 
     Args:
         before: files there whose rows these follow.
     """
     later = max((file.later + 1 for file in before), default=0)
-    start = f"table-{number}-server-{server}-" + (f"later-{later}-" if later else "")
+    start = writer.start + (f"later-{later}-" if later else "")
     files = list(before)
     for count, piece in enumerate(pieces):
         buffer = io.BytesIO()
@@ -49,7 +60,7 @@ def write(
         path = directory / f"{start}{count}.pt"
         with durable.whole(path) as partial:
             partial.write_bytes(content)
-        files.append(RowFile(path.name, server, num_servers, hashlib.sha256(content).hexdigest()))
+        files.append(RowFile(path.name, writer.server, writer.num_servers, hashlib.sha256(content).hexdigest()))
     durable.sync(directory.parent)
     return files
 

@@ -45,7 +45,10 @@ class Saved:
 
     def pays(self, num_rows: int) -> bool:
         """Whether changed rows are to be written alone: files then take at most half as much again as all rows."""
-        return 2 * self.num_later <= num_rows and max(file.later for file in self.files) < _MOST_LATER
+        return (
+            2 * self.num_later <= num_rows
+            and max((file.later for file in self.files), default=_MOST_LATER) < _MOST_LATER
+        )
 
     def changed(self, most: int) -> Iterator[Tensor]:
         """The slots of changed rows, so many at a time, at least once."""

@@ -174,24 +174,34 @@ class Table:
         """Have files there with all rows. Those that earlier ones have as they are now are not written again, unless
         rows may go from this table. Raises OSError, and ValueError as `row_files.make_directory`."""
         row_files.make_directory(directory)
-        before, num_later, pieces = self._kept_in(directory)
-        files = row_files.write(pieces, directory, number=number, server=server, num_servers=num_servers, before=before)
-        if len(self._groups) == 1 and not self.spec.evicts:
-            self._saved = Saved(self._storage, directory, files, num_later=num_later)
+        writer = row_files.Writer(number, server, num_servers)
+        before, num_later, pieces = self._kept_in(directory, writer)
+        files = row_files.write(pieces, directory, writer, before=before)
+        self._note_saved(directory, files, num_later=num_later)
         return files
 
-    def _kept_in(self, directory: Path) -> tuple[Sequence[RowFile], int, Iterator[dict[str, Tensor]]]:
+    def _kept_in(
+        self, directory: Path, writer: row_files.Writer
+    ) -> tuple[Sequence[RowFile], int, Iterator[dict[str, Tensor]]]:
         """Files there of what was saved before; how many rows of it are others by now; and what is to be written."""
         saved = self._saved
-        if saved is not None and saved.pays(len(self)):
+        if saved is not None and all(map(writer.may_have_written, saved.files)) and saved.pays(len(self)):
             files = row_files.name_again(saved.files, saved.directory, directory)
             if files:
                 return files, saved.num_later, self._changed_pieces(saved)
         return (), 0, self._pieces()
 
-    def load_files(self, directory: Path, files: Iterable[RowFile], *, server: int = 0, num_servers: int = 1) -> None:
+    def _note_saved(self, directory: Path, files: Sequence[RowFile], *, num_later: int) -> None:
+        """These files there have all rows of this table, unless rows may go."""
+        stay = len(self._groups) == 1 and not self.spec.evicts
+        self._saved = Saved(self._storage, directory, files, num_later=num_later) if stay else None
+
+    def load_files(self, directory: Path, files: Sequence[RowFile], *, server: int = 0, num_servers: int = 1) -> None:
         """As `load`, with those rows of the files that are this server's. Raises UsageError also for a damaged file."""
-        self._load(row_files.read(directory, files, server=server, num_servers=num_servers))
+        num_later = self._load(row_files.read(directory, files, server=server, num_servers=num_servers))
+        if all(file.num_servers == num_servers for file in files):
+            own = [file for file in files if file.server == server]
+            self._note_saved(directory, own, num_later=num_later)
 
     def _pieces(self) -> Iterator[dict[str, Tensor]]:
         """The state, some rows at a time, at least once. Tensors are no copies."""
@@ -205,11 +215,15 @@ class Table:
     def _changed_pieces(self, saved: Saved) -> Iterator[dict[str, Tensor]]:
         """Of rows that have changed, as `_pieces`; tensors are copies."""
         for slots in saved.changed(max(1, _SAVED_BYTES // self._rows.entry_bytes)):
-            parts = []
-            for some in slots.split(self._piece):
-                parts.append({KEYS: self._rows.keys.index_select(0, some), **self._rows.at(some)})
-                self._storage.trim()
-            yield self._with_numbers({"": {name: torch.cat([part[name] for part in parts]) for name in parts[0]}})
+            yield self._with_numbers({"": self._copies(slots)})
+
+    def _copies(self, slots: Tensor) -> dict[str, Tensor]:
+        """Keys and columns of these rows."""
+        parts = []
+        for some in slots.split(self._piece):
+            parts.append({KEYS: self._rows.keys.index_select(0, some), **self._rows.at(some)})
+            self._storage.trim()
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _with_numbers(self, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         state = {prefix + name: tensor for prefix, group in groups.items() for name, tensor in group.items()}
@@ -220,14 +234,16 @@ class Table:
         state is of another one."""
         self._load([(0, state)])
 
-    def _load(self, pieces: Iterable[tuple[int, Mapping[str, Tensor]]]) -> None:
-        """See `row_files.read`."""
-        other, latest = Table(self.spec, self._storage), 0
+    def _load(self, pieces: Iterable[tuple[int, Mapping[str, Tensor]]]) -> int:
+        """See `row_files.read`; returns how many rows have come that are not the first of their keys."""
+        other, latest, num_later = Table(self.spec, self._storage), 0, 0
         for later, piece in pieces:
             latest = max(latest, later)
+            num_later += len(piece[KEYS]) if later else 0
             other._take(piece, is_older=later < latest)
         self._groups, self.num_updates, self._seed = other._groups, other.num_updates, other._seed
         self._saved = None
+        return num_later
 
     def _take(self, state: Mapping[str, Tensor], *, is_older: bool) -> None:
         """Have the rows of the state besides those that are here, which may be newer ones of the same keys."""

@@ -65,7 +65,7 @@ class GradientAveraging:
         """Of this worker's gradients."""
         self._options, self._owner = options, owner
         self._layout = layout
-        self._rows = SparseGradients(owner.replica)
+        self._rows = SparseGradients(owner.replica, whose=lambda: (owner.number, owner.title))
         self._buckets = self._in_buckets(buffer)
         self._exchange = self._exchanging(coding, Timing())
         self._overlap = Overlap(owner.context.collective.timing, now_s=owner.context.pacing.now_s)

@@ -87,7 +87,7 @@ class ServerSynchronizer(Synchronizer):
             on_backward_end=self._finish_backward,
         )
         self._flats = [bucket.flat for bucket in self._buckets.buckets if bucket.flat.numel()]
-        self._sparse = SparseGradients(replica)
+        self._sparse = SparseGradients(replica, whose=lambda: (self.number, self.title))
         self._combining = Combining(
             context.collective,
             self._flats,

@@ -1,6 +1,6 @@
 """Gradients of a few rows of a parameter, as of `nn.Embedding(sparse=True)`: workers exchange these rows alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -10,6 +10,7 @@ from paceline.arrays import is_finite
 from paceline.comm.base import Collective
 from paceline.errors import UsageError
 from paceline.strategies.looks import version_of
+from paceline.strategies.meeting import gathered
 from paceline.strategies.replica import Replica
 
 _NONE, _ROWS, _WHOLE = 0, 1, 2
@@ -33,9 +34,15 @@ class SparseGradients:
     """Those of a replica's parameters that move by rows; they stay where backward leaves them.
 
     A script that uses such a parameter in another way, too, has gradients that are dense; so they are then averaged.
+
+    Args:
+        whose: says of which of the run's optimizers they are, and its name, if there are several.
     """
 
-    def __init__(self, replica: Replica | None = None) -> None:
+    def __init__(
+        self, replica: Replica | None = None, *, whose: Callable[[], tuple[int, str]] = lambda: (0, "")
+    ) -> None:
+        self._whose = whose
         self._parameters: dict[str, nn.Parameter] = {}
         """By name."""
         if replica is not None:
@@ -61,13 +68,16 @@ class SparseGradients:
 
     def average(self, collective: Collective, *, weight: float) -> None:
         """Replace gradients by the mean over all workers of gradients times weights. Collective call. Raises UsageError
-        as `rows_of`."""
+        as `rows_of`, and, on all, where a worker averages those of another optimizer."""
         if not self._parameters:
             return
         parameters = list(self._parameters.values())
-        everyone = [_read(raw, parameters) for raw in collective.all_gather(self._told(weight))]
-        for number, parameter in enumerate(parameters):
-            theirs = [each[number] for each in everyone]
+        told, (number, title) = collective.all_gather(self._told(weight)), self._whose()
+        if any(_number_in(raw) != number for raw in told):
+            gathered(collective, f"a backward pass of {title!r}")
+        everyone = [_read(raw, parameters) for raw in told]
+        for at, parameter in enumerate(parameters):
+            theirs = [each[at] for each in everyone]
             forms = {form for form, _ in theirs}
             if _WHOLE in forms:
                 own = _grad_of(parameter)
@@ -78,8 +88,9 @@ class SparseGradients:
                 parameter.grad = _mean([rows for form, rows in theirs if form == _ROWS], parameter, collective.size)
 
     def _told(self, weight: float) -> Tensor:
-        """Of each gradient what the others need, as bytes; of a dense one nothing but that it is."""
-        heads: list[int] = []
+        """Of each gradient what the others need, as bytes; of a dense one nothing but that it is. Ahead of that, whose
+        they are."""
+        heads: list[int] = [self._whose()[0]]
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for name, parameter in self._parameters.items():
@@ -106,10 +117,15 @@ def rows_of(gradient: Tensor, *, name: str) -> Rows:
     return Rows(gradient.indices()[0], gradient.values())
 
 
+def _number_in(raw: Tensor) -> int:
+    """Of the optimizer that a worker has told of."""
+    return int(raw[:8].clone().view(torch.int64))
+
+
 def _read(raw: Tensor, parameters: Sequence[nn.Parameter]) -> list[tuple[int, Rows]]:
     """What a worker has told."""
-    heads = raw[: 16 * len(parameters)].clone().view(torch.int64).view(-1, 2).tolist()
-    start = 16 * len(parameters)
+    start = 8 + 16 * len(parameters)
+    heads = raw[8:start].clone().view(torch.int64).view(-1, 2).tolist()
     keys: list[Tensor] = []
     for _, count in heads:
         keys.append(raw[start : start + 8 * count].clone().view(torch.int64))

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
+import paceline
 from paceline.errors import RunFailed
 from paceline.training.worker import Worker
 from tests.conformance import local_engine, virtual_engine
@@ -330,3 +331,32 @@ def factorise(worker: Worker, out: Path) -> None:
     for batch in loader:
         step(model, updater, batch)
     keep(out, "items", model.items.weight.detach())
+
+
+def test_ranks_that_average_rows_of_other_optimizers_are_told(tmp_path: Path) -> None:
+    told = "rank 0 is at a backward pass of 'words' and rank 1 at a backward pass of 'items'"
+    with pytest.raises(RunFailed, match=told):
+        virtual_engine.run(use_one_of_two, strategy="ps-bsp:combine=always", workers=2, out=tmp_path / "run")
+
+
+class WordsOrItems(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Embedding(10, 3, sparse=True) for _ in range(2))
+
+    def forward(self, keys: Tensor, at: int) -> Tensor:
+        rows: Tensor = self.layers[at](keys)
+        return rows
+
+
+def use_one_of_two() -> None:
+    worker = paceline.init()
+    model: Any = WordsOrItems()
+    words, items = (SGD(layer.parameters(), lr=0.1) for layer in model.layers)
+    data: Any = DataLoader(TensorDataset(torch.arange(10).repeat(4)), batch_size=4)
+    prepared: Any = worker.prepare(model=model, words=words, items=items, data=data)
+    model, words, items, data = prepared
+    for number, (keys,) in enumerate(data):
+        at = worker.rank if number == 2 else 0
+        model(keys, at).square().mean().backward()
+        (words, items)[at].step()

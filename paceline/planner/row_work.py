@@ -69,7 +69,8 @@ class WatchedTables(TableStore):
         self._now: list[Mapping[int, Tensor]] = []
 
     def open_tables(self, specs: Sequence[TableSpec], *, keeping: Keeping | None = None) -> TableStore:
-        self._tables, self._changed = [Table(spec) for spec in specs], [ChangedKeys() for _ in specs]
+        self._tables = [Table(spec) for spec in specs]
+        self._changed = [ChangedKeys(table.all_keys) for table in self._tables]
         return self
 
     def read(self, wanted: Mapping[int, Tensor], *, is_fresh: bool) -> dict[int, Tensor]:

@@ -355,6 +355,7 @@ class ServerCore:
         """It may still pull, and join again: its memory stays known. Nothing waits for it any more."""
         client.answers.clear()
         self._window.forget(message.sender)
+        self._tables.leave(message.sender)
         for index, part in self._all_parts:
             yield from self._answer(index, part, part.shard.leave(message.sender), now_s)
         yield from self._next_in_turn(now_s)

@@ -124,7 +124,7 @@ def test_a_worker_that_takes_what_has_changed_has_the_whole_table(
 
 def test_what_a_worker_lacks_is_bounded() -> None:
     """A worker that asks no more costs no more than all keys, and those that have come lately."""
-    changed = ChangedKeys()
+    changed = ChangedKeys(lambda: torch.arange(2100))
     changed.take(0)
     for start in range(100):
         changed.add(torch.arange(start, start + 2000))
@@ -132,6 +132,21 @@ def test_what_a_worker_lacks_is_bounded() -> None:
     assert len(lacking.known) + sum(map(len, lacking.new)) < 2**16 + 4000
     assert changed.take(0).tolist() == list(range(2099))
     assert not len(changed.take(0))
+
+
+def test_what_a_worker_lacks_is_forgotten_when_it_leaves() -> None:
+    """It may ask again, and lacks all rows then."""
+    changed = ChangedKeys(lambda: torch.arange(50))
+    for worker in (0, 1):
+        changed.take(worker)
+    changed.leave(0)
+    changed.add(torch.arange(20))
+    assert list(changed._lacking) == [1]
+    assert changed.take(0).tolist() == list(range(50))
+    assert not len(changed.take(0))
+    assert changed.take(1).tolist() == list(range(20))
+    changed.leave(2)  # which has never asked
+    assert not len(changed.take(2))
 
 
 def test_gradients_that_nobody_exchanges_are_refused() -> None:

@@ -1,5 +1,6 @@
 """Which rows have changed since a worker last asked: what it lacks, if it has all others."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
@@ -39,10 +40,12 @@ class _Lacking:
 
 @final
 class ChangedKeys:
-    """Of one table."""
+    """Of one table. `all_keys`: that it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, all_keys: Callable[[], Tensor]) -> None:
+        self._all_keys = all_keys
         self._lacking: dict[int, _Lacking] = {}
+        self._left: set[int] = set()
 
     def add(self, keys: Tensor) -> None:
         """These rows, none of which comes twice, have been updated."""
@@ -50,10 +53,19 @@ class ChangedKeys:
             lacking.add(keys)
 
     def take(self, worker: int) -> Tensor:
-        """Those since the worker asked last, in order. From the first time on they are noted: none has changed then."""
-        lacking = self._lacking.get(worker)
+        """Those since the worker asked last, in order; all, if it has left since. At the first time, from which on they
+        are noted, none has changed."""
+        lacking = self._lacking.get(worker, _Lacking())
         self._lacking[worker] = _Lacking()
-        return _Lacking().known if lacking is None else lacking.once()
+        if worker in self._left:
+            self._left.remove(worker)
+            lacking.add(self._all_keys())
+        return lacking.once()
+
+    def leave(self, worker: int) -> None:
+        """The worker has trained, and may never ask again: nothing is noted for it."""
+        if self._lacking.pop(worker, None) is not None:
+            self._left.add(worker)
 
     def forget(self) -> None:
         """Workers have all rows as they are."""

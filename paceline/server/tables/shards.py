@@ -90,6 +90,11 @@ class TableShards:
                 touched += self._update(waiting)
         return touched
 
+    def leave(self, worker: int) -> None:
+        """It has trained."""
+        for changed in self._changed:
+            changed.leave(worker)
+
     def close(self) -> None:
         """Let go of all memory."""
         self._tables.clear()
@@ -122,7 +127,7 @@ class TableShards:
         if type(num) is not int or num < 1:
             raise ValueError(f"{num!r} servers")
         self._tables = [Table(spec, self._storage, num_servers=num) for spec in specs]
-        self._changed = [ChangedKeys() for _ in specs]
+        self._changed = [ChangedKeys(table.all_keys) for table in self._tables]
         return {}
 
     def _show(self, message: Message) -> Fields:

@@ -64,6 +64,10 @@ class Table:
         self._storage.trim()
         return rows
 
+    def all_keys(self) -> Tensor:
+        """Of the rows that take memory, in no order; a copy."""
+        return self._rows.keys.clone()
+
     @property
     def update_bytes(self) -> int:
         """An update reads and writes so many bytes for each row."""

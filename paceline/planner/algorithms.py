@@ -90,3 +90,18 @@ def _rate_of_halving(setting: Setting, num_bytes: float) -> tuple[float, float]:
     latencies_s = [float(fabric.latency_s(here, there).max()) for here, there, _ in stages]
     ideal = costs.halving_doubling_s(setting.num_workers, num_bytes, bytes_per_s=1.0)
     return ideal / sum(times_s), sum(latencies_s) / len(latencies_s) + setting.message_s
+
+
+def all_gather(setting: Setting, num_bytes: float) -> tuple[float, Loads]:
+    """Everyone gets such a tensor of every rank, all ranks beginning at once: how long it takes, and what it puts on
+    every link. In each round a rank passes on what it has, at most twice as much as in the last one (Bruck et al.,
+    "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11), 1997,
+    section 4)."""
+    fabric, ranks = setting.fabric, np.array(setting.places.workers)
+    time_s, total, distance = setting.operation_s, fabric.nothing, 1
+    while distance < len(ranks):
+        there, sent_bytes = np.roll(ranks, distance), min(distance, len(ranks) - distance) * num_bytes
+        hops_s = sent_bytes / fabric.shares_per_s(ranks, there) + fabric.latency_s(ranks, there)
+        time_s, total = time_s + float(hops_s.max()), total + fabric.messages(ranks, there, sent_bytes)
+        distance *= 2
+    return time_s, total

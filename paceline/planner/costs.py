@@ -90,10 +90,12 @@ def queue_ends_s(ready_s: Sequence[float], busy_s: Sequence[float]) -> list[floa
     return ends_s
 
 
-def asynchronous_rate(num_workers: int, *, cycle_s: float, own_s: float, shared_s: float) -> float:
+def asynchronous_rate(
+    num_workers: int, *, cycle_s: float, own_s: float, shared_s: float, other: tuple[float, float] = (0.0, 0.0)
+) -> float:
     """Gradients a second of n workers that wait for nobody and share links evenly.
 
-    Mean value analysis of a closed network of a delay and one processor-sharing queue (Reiser and Lavenberg,
+    Mean value analysis of a closed network of a delay and processor-sharing queues (Reiser and Lavenberg,
     "Mean-value analysis of closed multichain queuing networks", JACM 27(2), 1980): R(n) = D (1 + Q(n - 1)),
     X = n / (Z + R), Q = X R, for any distribution. Where a worker's own card takes longer than what is shared, the rest
     is a delay (Seidmann, Schweitzer and Shalev-Oren, Large Scale Systems 12, 1987).
@@ -102,11 +104,13 @@ def asynchronous_rate(num_workers: int, *, cycle_s: float, own_s: float, shared_
         cycle_s: Z, what a worker does besides its transfer: computing, latency, the update.
         own_s: its transfer, alone.
         shared_s: D, one transfer on what is shared most.
+        other: both of what it then moves on something else.
     """
-    delay_s = cycle_s + max(0.0, own_s - shared_s)
-    queue, rate = 0.0, 1 / (delay_s + shared_s)
+    queues = ((own_s, shared_s), other)
+    delay_s = cycle_s + sum(max(0.0, own - shared) for own, shared in queues)
+    lengths, rate = [0.0, 0.0], 0.0
     for count in range(1, num_workers + 1):
-        trip_s = shared_s * (1 + queue)
-        rate = count / (delay_s + trip_s)
-        queue = rate * trip_s
+        trips_s = [shared * (1 + length) for (_, shared), length in zip(queues, lengths, strict=True)]
+        rate = count / (delay_s + sum(trips_s))
+        lengths = [rate * trip_s for trip_s in trips_s]
     return rate

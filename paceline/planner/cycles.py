@@ -13,6 +13,7 @@ from paceline.planner.fabric import Floats, Loads
 from paceline.planner.servers import ServerExchange, rows_beside, server_exchange
 from paceline.planner.setting import Setting
 from paceline.planner.turns import NUM_ROUNDS, Turns
+from paceline.planner.weight_work import told_bytes
 from paceline.strategies.traits import AllReduced, ClientTurns, Neighbouring, Served, Traffic
 
 _NUM_DRAWS = 4096  # of computing times for one prediction, all workers together
@@ -53,23 +54,31 @@ def cycle_of(traffic: Traffic | None, setting: Setting) -> Cycle:
 
 
 def besides_s(traffic: AllReduced, setting: Setting) -> float:
-    """What is averaged after an exchange takes, one tensor of the gradients' size after the other, and rows of tables
-    that servers hold."""
-    time_s = _rows_beside(traffic, setting)[0]
+    """What comes after an exchange takes."""
+    return _besides(traffic, setting)[0]
+
+
+def _besides(traffic: AllReduced, setting: Setting) -> tuple[float, Loads]:
+    """What is averaged after an exchange, one tensor of the gradients' size after the other, rows of tables that
+    servers hold, and weights that are no part of the gradients: their time, and what they put on the links."""
+    time_s, loads = rows_beside(setting, row_staleness=traffic.row_staleness, joins=traffic.joins_rows)
     if setting.num_workers == 1:
-        return time_s
-    parts_s = sum(algorithms.parts_s(traffic.algorithm, setting, setting.work.parameter_bytes))
-    return time_s + traffic.num_besides * (parts_s + algorithms.operation_s(traffic.algorithm, setting))
-
-
-def _rows_beside(traffic: AllReduced, setting: Setting) -> tuple[float, Loads]:
-    return rows_beside(setting, row_staleness=traffic.row_staleness, joins=traffic.joins_rows)
+        return time_s, loads
+    work, algorithm = setting.work, traffic.algorithm
+    parts_s = sum(algorithms.parts_s(algorithm, setting, work.parameter_bytes))
+    time_s += traffic.num_besides * (parts_s + algorithms.operation_s(algorithm, setting))
+    loads += algorithms.loads(algorithm, setting, work.parameter_bytes) * traffic.num_besides
+    if work.weights:
+        gathered_s, gathered = algorithms.all_gather(setting, told_bytes(work.weights))
+        time_s, loads = time_s + gathered_s, loads + gathered
+    for num_bytes in (each.num_rows * each.row_bytes for each in work.weights if each.is_dense):
+        time_s += sum(algorithms.parts_s("auto", setting, num_bytes)) + algorithms.operation_s("auto", setting)
+        loads += algorithms.loads("auto", setting, num_bytes)
+    return time_s, loads
 
 
 def _with_what_is_besides(cycle: Cycle, traffic: AllReduced, setting: Setting) -> Cycle:
-    more_s, loads = besides_s(traffic, setting), _rows_beside(traffic, setting)[1]
-    if setting.num_workers > 1:
-        loads += algorithms.loads(traffic.algorithm, setting, setting.work.parameter_bytes) * traffic.num_besides
+    more_s, loads = _besides(traffic, setting)
     bounds_s = None if cycle.bounds_s is None else (cycle.bounds_s[0] + more_s, cycle.bounds_s[1] + more_s)
     return replace(cycle, end_s=cycle.end_s + more_s, loads=cycle.loads + loads, bounds_s=bounds_s)
 
@@ -253,7 +262,7 @@ def _of_asynchronous(traffic: Served, setting: Setting) -> Cycle:
         every * step_s for step_s in (setting.mean_s, stragglers.expected_s(setting.groups, num_steps=every))
     )
     # Workers that begin together and always compute as long stay together, and wait for links with all others.
-    together_s = mean_s + exchange.ask_s + exchange.row_s + exchange.push_s + exchange.after_push_s
+    together_s = mean_s + exchange.ask_s + exchange.rows.together_s + exchange.push_s + exchange.after_push_s
     together_s += float(exchange.latency_s.max())
     computing_s, end_s = mean_s, free_s
     bounds_s = free_s, max(free_s, together_s) if setting.is_constant else free_s
@@ -261,7 +270,7 @@ def _of_asynchronous(traffic: Served, setting: Setting) -> Cycle:
         computing_s = max(mean_s, _window_s(setting, slowest_s, staleness, every))
         # Where links are full, who waits for others gives them the links: no cycle is shorter than what those need.
         full_s = setting.num_workers * max(exchange.hub_s, exchange.served_s)
-        alone_s = exchange.ask_s + float((exchange.row_own_s + exchange.trips_s).mean())
+        alone_s = exchange.ask_s + float((exchange.rows.own_s + exchange.trips_s).mean())
         end_s = max(free_s, full_s, computing_s + alone_s)
         computing_s = min(computing_s, end_s)
         bounds_s = free_s, max(end_s, slowest_s + free_s - mean_s, bounds_s[1])
@@ -278,13 +287,16 @@ def _of_asynchronous(traffic: Served, setting: Setting) -> Cycle:
 def _asynchronous_cycle_s(setting: Setting, exchange: ServerExchange, every: int) -> float:
     """A worker's mean seconds from one push to the next, without the overhead of its steps."""
     num_workers, overhead_s = setting.num_workers, setting.work.overhead_s
-    own_s = float((exchange.own_both_s + exchange.row_own_s).mean())
-    besides_s = exchange.ask_s + float((exchange.trips_s + exchange.row_own_s).mean()) - own_s + overhead_s
+    own_s = float(exchange.own_all_s.mean())
+    other_s, other_shared_s = float(exchange.rows.own_other_s.mean()), exchange.other_s / num_workers
+    besides_s = exchange.ask_s + float((exchange.trips_s + exchange.rows.own_s).mean()) - own_s - other_s + overhead_s
     before_s = (every - 1) * overhead_s
     cycle_s = num_workers / sum(
         group.count / (every * group.times.expected_s + before_s + besides_s) for group in setting.groups
     )
-    rate = costs.asynchronous_rate(num_workers, cycle_s=cycle_s, own_s=own_s, shared_s=exchange.hub_s)
+    rate = costs.asynchronous_rate(
+        num_workers, cycle_s=cycle_s, own_s=own_s, shared_s=exchange.hub_s, other=(other_s, other_shared_s)
+    )
     return max(num_workers / rate, num_workers * exchange.served_s) - every * overhead_s
 
 
@@ -308,8 +320,8 @@ def _of_synchronous(traffic: Served, setting: Setting) -> Cycle:
     slowest_s = traffic.every * stragglers.expected_s(
         setting.groups, left_out=traffic.backup_workers, num_steps=traffic.every
     )
-    end_s = slowest_s + exchange.ask_s + exchange.row_s + _after_slowest_s(setting, exchange, counted, traffic.every)
-    end_s += float(exchange.latency_s.max())
+    end_s = slowest_s + exchange.ask_s + _after_slowest_s(setting, exchange, counted, traffic.every)
+    end_s += exchange.rows.in_turns_s + float(exchange.latency_s.max())
     return Cycle(
         slowest_s=slowest_s,
         end_s=end_s,

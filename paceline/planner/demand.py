@@ -1,12 +1,13 @@
 """What a script asks of a worker in one step, as far as the plan needs to know."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import final
 
 from paceline.errors import UsageError
 from paceline.planner.row_work import RowWork
+from paceline.planner.weight_work import WeightWork
 
 
 @final
@@ -39,6 +40,8 @@ class StepWork:
 
     rows: RowWork | None = None
     """Of tables (`paceline.nn.ShardedEmbedding`), if the model has some."""
+    weights: tuple[WeightWork, ...] = ()
+    """Of the parameters those of `nn.Embedding(sparse=True)`, whose rows alone move under strategies that say so."""
 
     def __post_init__(self) -> None:
         if not self.tensor_bytes or min(self.tensor_bytes) < 1:
@@ -64,3 +67,30 @@ class StepWork:
         given = self.backward_shares or self.tensor_bytes
         total = math.fsum(given)
         return tuple(share / total for share in given)
+
+    def of_batch(self, samples: int, *, step_s: float | None) -> "StepWork":
+        """With so many samples: a step takes in proportion. `step_s`: what this one takes, if it does not say."""
+        if samples == self.samples:
+            return self
+        part, own_s = samples / self.samples, step_s if self.step_s is None else self.step_s
+        return replace(
+            self,
+            samples=samples,
+            forward_flop=self.forward_flop * part,
+            rows=None if self.rows is None else self.rows.of_part(part),
+            weights=tuple(each.of_part(part) for each in self.weights),
+            step_s=None if own_s is None else own_s * part,
+        )
+
+    def by_rows(self, *, on_servers: bool) -> "StepWork":
+        """As it is where rows of weights move, be it to servers, as far as these take them. The weights that are left
+        are then no part of anything else."""
+        weights = tuple(each for each in self.weights if not on_servers or each.update_bytes is not None)
+        moved = {each.index for each in weights}
+        return replace(
+            self,
+            tensor_bytes=tuple(1 if index in moved else size for index, size in enumerate(self.tensor_bytes)),
+            backward_shares=self.shares,
+            state_bytes=self.state_bytes - sum(each.state_bytes for each in weights),
+            weights=weights,
+        )

@@ -14,6 +14,7 @@ from paceline.cluster.placement import place
 from paceline.elastic import Elastic
 from paceline.lab.variant import Variant
 from paceline.planner.demand import StepWork
+from paceline.planner.predict import Prediction, predict
 from paceline.planner.search import CLOSE, Plan, Point
 
 Way = Literal["restart", "elastic"]
@@ -157,7 +158,7 @@ class Survey:
         used, work = _Used.by(self._plan.cluster, point), self._plan.work
         found = [_restarting(work, used, point)]
         if Variant.parse(point.label).strategy.traits.repeats_steps and point.prediction.workers > 1:
-            found.append(_elastic(work, used, point))
+            found.append(_elastic(work, used, point, _with_whole_weights(self._plan, point)))
         return found
 
     @cached_property
@@ -210,16 +211,26 @@ def _restarting(work: StepWork, used: _Used, point: Point) -> Outcome:
     return Outcome(point, "restart", between_s, work_s, time_s, time_s * used.price_per_s(), every)
 
 
-def _elastic(work: StepWork, used: _Used, point: Point) -> Outcome:
-    work_s, found, recovery = _work_s(point), point.prediction, used.cluster.recovery
-    per_s = used.all_per_s
+def _with_whole_weights(plan: Plan, point: Point) -> Prediction:
+    """What the point's strategy does in an elastic run, where rows of weights do not move by themselves."""
+    if not plan.work.weights:
+        return point.prediction
+    work = plan.work.of_batch(point.batch, step_s=plan.cluster.compute.reference_s)
+    strategy, workers = Variant.parse(point.label).strategy, point.prediction.workers
+    return predict(plan.cluster, strategy=strategy, workers=workers, work=replace(work, weights=()))
+
+
+def _elastic(work: StepWork, used: _Used, point: Point, found: Prediction) -> Outcome:
+    """`found`: what it does without failures; a run that is not elastic may be faster."""
+    recovery, per_s, planned_s = used.cluster.recovery, used.all_per_s, _work_s(point)
+    work_s = planned_s * found.step_s / point.prediction.step_s
     if not per_s:
-        return Outcome(point, "elastic", math.inf, work_s, work_s, work_s * used.price_per_s())
+        return Outcome(point, "elastic", math.inf, planned_s, work_s, work_s * used.price_per_s())
     each_per_s = math.fsum(used.failures_per_s(kind) * count for kind, count in used.workers) / found.workers
     if math.isinf(used.away_s(work_s)):
         time_s = shrinking_s(work_s, gone_per_s=each_per_s)
         there = work_s / time_s
-        return Outcome(point, "elastic", 1 / per_s, work_s, time_s, time_s * used.price_per_s(there=there))
+        return Outcome(point, "elastic", 1 / per_s, planned_s, time_s, time_s * used.price_per_s(there=there))
     bytes_per_s = min(kind.up_gbit_per_s or kind.bandwidth_gbit_per_s for kind, _ in used.workers) * 1e9 / 8
     away_s = used.away_s(work_s) + _state_bytes(work) / bytes_per_s + found.iteration_s
     away = each_per_s * away_s / (1 + each_per_s * away_s)
@@ -231,7 +242,7 @@ def _elastic(work: StepWork, used: _Used, point: Point) -> Outcome:
     )
     pauses += (1 - away) * found.workers * each_per_s * recovery.reform_s  # as many join
     time_s = work_s * (1 + pauses) / rate
-    return Outcome(point, "elastic", 1 / per_s, work_s, time_s, time_s * used.price_per_s(there=1 - away))
+    return Outcome(point, "elastic", 1 / per_s, planned_s, time_s, time_s * used.price_per_s(there=1 - away))
 
 
 def _pauses(used: _Used, host: Hosts, iteration_s: float, workers: int) -> float:

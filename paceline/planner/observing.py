@@ -21,6 +21,7 @@ from paceline.planner.demand import StepWork
 from paceline.planner.noise import NoiseScale, NoiseSums
 from paceline.planner.row_work import NUM_STEPS as NUM_ROW_STEPS
 from paceline.planner.row_work import WatchedTables
+from paceline.planner.weight_work import WatchedWeights
 from paceline.records import Record, StepRecord
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
 from paceline.strategies.replica import Replica
@@ -79,6 +80,7 @@ class _Seen(Watcher):
         self.noise_sums = NoiseSums()
         self.replica: Replica | None = None
         self.tables = WatchedTables()
+        self.weights: WatchedWeights | None = None
         self.forward_flop, self.forward_calls = 0.0, 0
         self.shares: tuple[float, ...] = ()
         self.state_bytes = 0.0
@@ -88,6 +90,7 @@ class _Seen(Watcher):
 
     def work(self) -> StepWork:
         assert self.replica is not None
+        assert self.weights is not None
         return StepWork(
             tensor_bytes=tuple(max(1, spec.num_bytes) for spec in self.replica.specs),
             tensor_shapes=tuple(spec.shape for spec in self.replica.specs),
@@ -99,6 +102,7 @@ class _Seen(Watcher):
             state_bytes=self.state_bytes,
             is_element_wise=self.replica.optimizer_spec.element_wise,
             rows=self.tables.work() if self.replica.tables else None,
+            weights=self.weights.work(),
         )
 
     def on_records(self, records: Sequence[Record]) -> None:
@@ -129,7 +133,8 @@ class _ObservedSynchronizer(Synchronizer):
     def __init__(self, strategy: Observed, context: Context, replica: Replica) -> None:
         super().__init__(context, replica)
         self._seen, self._rows = strategy.seen, ServedRows(context, strategy.seen.tables, replica.tables, keeping=None)
-        self._has_tables = bool(replica.tables)
+        self._weights = strategy.seen.weights = WatchedWeights(replica)
+        self._num_row_steps = NUM_ROW_STEPS if replica.tables or self._weights.are_some else 0
         self._inner = Single(nonfinite="allow").bind(context, replace(replica, is_first=False))
         self._num_noise_steps = strategy.num_noise_steps
         self._steps = 0
@@ -152,15 +157,16 @@ class _ObservedSynchronizer(Synchronizer):
             self._seen.state_bytes = state_bytes(self.replica.optimizer, self.replica.parameters)
         is_trained = self._steps > (_WARM_UP_STEPS if self._num_noise_steps else 1)
         self._seen.tables.end_step()
+        self._weights.end_step()
         self._rows.push(weight=1.0, is_void=is_trained)
         if not is_trained:
             return self._inner.step(update, pause_at=pause_at)
         if self._num_noise_steps:
-            gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
-            self._seen.noise_sums.add(gradients)
+            gradients = [parameter.grad for parameter in self.replica.parameters]
+            self._seen.noise_sums.add([each.to_dense() for each in gradients if each is not None])
         if self._seen.noise_sums.count >= self._num_noise_steps:
             self._seen.is_complete = True
-        if self._seen.is_complete and self._steps >= (NUM_ROW_STEPS if self._has_tables else 0):
+        if self._seen.is_complete and self._steps >= self._num_row_steps:
             raise _Enough("the plan has seen enough of the script")
         return StepOutcome(self._steps, staleness=-1)
 

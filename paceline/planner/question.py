@@ -1,7 +1,7 @@
 """What a prediction or a simulation is asked: what moves under a strategy, among which workers and servers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from paceline.cluster.description import Cluster
@@ -11,7 +11,7 @@ from paceline.planner.demand import StepWork
 from paceline.planner.setting import Setting
 from paceline.strategies import build, name_of
 from paceline.strategies.base import Strategy
-from paceline.strategies.traits import ClientTurns, Traffic, Traits
+from paceline.strategies.traits import AllReduced, ClientTurns, Served, Traffic, Traits
 
 _INSTEAD = {False: "run it on the virtual engine", True: "measure it with `paceline run`"}
 
@@ -45,8 +45,20 @@ class Question:
         if (reason := why_unpriced(traits, work)) is not None:
             raise UsageError(f"strategy {name} {reason}, so no plan can price it; {_INSTEAD[traits.is_for_ray_alone]}")
         traffic = traits.traffic[0] if traits.traffic else None
-        setting = Setting.of(cluster, work, num_workers=workers, num_servers=traits.num_servers)
+        setting = Setting.of(cluster, as_moved(work, traffic), num_workers=workers, num_servers=traits.num_servers)
         return cls(name, traits, traffic, setting)
+
+
+def moves_rows(traffic: Traffic | None) -> bool:
+    """Whether of weights of `nn.Embedding(sparse=True)` rows move, and not the whole."""
+    return isinstance(traffic, AllReduced | Served) and traffic.moves_rows
+
+
+def as_moved(work: StepWork, traffic: Traffic | None) -> StepWork:
+    """The weights that it has are those of which rows move, and nothing else does; all others move whole."""
+    if moves_rows(traffic):
+        return work.by_rows(on_servers=isinstance(traffic, Served))
+    return replace(work, weights=())
 
 
 def why_unpriced(traits: Traits, work: StepWork) -> str | None:

@@ -39,16 +39,11 @@ class RowWork:
         return self.asked[min(row_staleness, len(self.asked) - 1)]
 
     def updated_bytes_of(self, num_batches: int) -> float:
-        """Of more batches than were looked at, the part that is new is that of the last one."""
-        known = len(self.updated_bytes)
-        found = self.updated_bytes[min(num_batches, known) - 1]
-        more = self.updated_bytes[-1] - self.updated_bytes[-2] if known > 1 else found
-        return found + max(0, num_batches - known) * more
+        return of_batches(self.updated_bytes, num_batches)
 
     def of_part(self, part: float) -> "RowWork":
         """Of a batch that is this part of the one that was looked at. Rows grow with batches as from one to two."""
-        one, two = self.updated_bytes_of(1), self.updated_bytes_of(2)
-        factor = part ** math.log2(two / one) if one else 1.0
+        factor = growth(self.updated_bytes, part)
         return replace(
             self,
             asked=tuple((keys * factor, rows * factor) for keys, rows in self.asked),
@@ -114,10 +109,7 @@ class WatchedTables(TableStore):
             requests=sum(self._requests) / num,
             asked=tuple(asked),
             sent_bytes=_mean(steps, sent),
-            updated_bytes=tuple(
-                _mean([_joined(steps[start : start + count]) for start in range(num - count + 1)], touched)
-                for count in range(1, num + 1)
-            ),
+            updated_bytes=together(steps, touched),
         )
 
     def _asked(self, staleness: int) -> list[dict[int, Tensor]]:
@@ -144,6 +136,29 @@ class WatchedTables(TableStore):
 
     def load_files(self, table: int, directory: Path, files: Sequence[RowFile]) -> None:
         self._tables[table].load_files(directory, files)
+
+
+def of_batches(known: Sequence[float], num_batches: int) -> float:
+    """What so many batches have together, of which is known what 1, 2, ... have: of further ones as much is new as of
+    the last one."""
+    found = known[min(num_batches, len(known)) - 1]
+    more = known[-1] - known[-2] if len(known) > 1 else found
+    return found + max(0, num_batches - len(known)) * more
+
+
+def growth(known: Sequence[float], part: float) -> float:
+    """How many times as much a batch of this part of one has, where it grows as from one batch to two."""
+    one, two = of_batches(known, 1), of_batches(known, 2)
+    return part ** math.log2(two / one) if one else 1.0
+
+
+def together(steps: Sequence[Mapping[int, Tensor]], bytes_of: Mapping[int, float]) -> tuple[float, ...]:
+    """The different keys of 1, 2, ... steps in a row, each counted with so many bytes: means."""
+    num = len(steps)
+    return tuple(
+        _mean([_joined(steps[start : start + count]) for start in range(num - count + 1)], bytes_of)
+        for count in range(1, num + 1)
+    )
 
 
 def _joined(steps: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:

@@ -344,18 +344,7 @@ class _Judge:
 
     def _work_of(self, workers: int) -> StepWork:
         """With each worker's part of the batch: a step takes in proportion."""
-        batch = self._batch(workers)
-        if batch == self.work.samples:
-            return self.work
-        part = batch / self.work.samples
-        step_s = self.work.step_s if self.work.step_s is not None else self.cluster.compute.reference_s
-        return replace(
-            self.work,
-            samples=batch,
-            forward_flop=self.work.forward_flop * part,
-            rows=None if self.work.rows is None else self.work.rows.of_part(part),
-            step_s=None if step_s is None else step_s * part,
-        )
+        return self.work.of_batch(self._batch(workers), step_s=self.cluster.compute.reference_s)
 
     def _batch(self, workers: int) -> int:
         return self.work.samples if self.target_batch is None else max(1, math.ceil(self.target_batch / workers))

@@ -26,7 +26,9 @@ class SynchronousRun:
         self._rule: AdmissionRule = BulkSynchronous(Membership.first(size), backup_workers=traffic.backup_workers)
         self._exchange = server_exchange(setting, num_gradients=size - traffic.backup_workers, coding=traffic)
         self._draws, self._every = draws, traffic.every
-        self._besides_s = traffic.every * setting.work.overhead_s + self._exchange.ask_s + self._exchange.row_s
+        self._besides_s = (
+            traffic.every * setting.work.overhead_s + self._exchange.ask_s + self._exchange.rows.in_turns_s
+        )
         self._own_push_s, self._own_pull_s = self._exchange.own_push_s.tolist(), self._exchange.own_pull_s.tolist()
         self._way_s: list[float] = (self._exchange.latency_s / 2).tolist()
         self._starts_s: list[float] = []  # of the pushes since the last clock
@@ -85,16 +87,20 @@ class AsynchronousRun:
         self._draws, self._every = draws, traffic.every
         self._besides_s = traffic.every * setting.work.overhead_s + exchange.ask_s
         self._piece = 1 / exchange.num_pieces
-        self._part = self._piece if len(setting.places.servers) == 1 else _late(exchange, self._piece)
-        self._own_s: list[float] = (exchange.own_push_s + exchange.row_own_s).tolist()
-        self._back_s = exchange.own_pull_s.tolist()
+        part = self._piece if len(setting.places.servers) == 1 else _late(exchange, self._piece)
+        (ahead_s, all_ahead_s), (behind_s, all_behind_s) = exchange.rows.ways
+        own_s, back_s = exchange.own_push_s + ahead_s, exchange.own_pull_s + behind_s
+        self._part = 1 - (1 - part) * float((exchange.own_push_s / own_s).mean())
+        self._own_s: list[float] = own_s.tolist()
+        self._last_back_s: list[float] = (exchange.own_pull_s * self._piece + behind_s).tolist()
         self._latency_s = (exchange.latency_s - exchange.overlap_s).tolist()
         self._served_s = exchange.served_s
-        self._push_s, self._pull_s = (exchange.push_s + exchange.row_s) / num_workers, exchange.pull_s / num_workers
+        self._push_s = (exchange.push_s + all_ahead_s) / num_workers
+        self._pull_s = (exchange.pull_s + all_behind_s) / num_workers
         self._chunk_share = min(1.0, exchange.chunk_share)
-        self._both_push_s = exchange.both_push_s / num_workers
-        self._both_pull_s = (exchange.both_s - exchange.both_push_s) / num_workers
-        self._least_push_s, self._least_pull_s = float(min(self._own_s)), float(exchange.own_pull_s.min())
+        self._both_push_s = exchange.shared_push_s / num_workers
+        self._both_pull_s = exchange.shared_pull_s / num_workers
+        self._least_push_s, self._least_pull_s = float(own_s.min()), float(back_s.min())
         self._pushing, self._pulling = _Shared(), _Shared()
         self._server_free_s = 0.0
         self._clocks = [0] * num_workers
@@ -173,11 +179,11 @@ class AsynchronousRun:
             if not self._rule.is_admitted(self._waiting[clock][0]):
                 break
             for freed in self._waiting.pop(clock):
-                self._go_on(freed, max(now_s, self._leaves_s[freed] + self._back_s[freed] * self._piece))
+                self._go_on(freed, max(now_s, self._leaves_s[freed] + self._last_back_s[freed]))
 
     def _pulled(self, worker: int, now_s: float) -> None:
         """The links are done with an answer; its last piece cannot come before its update."""
-        end_s = max(now_s, self._leaves_s[worker] + self._back_s[worker] * self._piece)
+        end_s = max(now_s, self._leaves_s[worker] + self._last_back_s[worker])
         if self._rule.is_admitted(worker):
             self._go_on(worker, end_s)
         else:

@@ -1,6 +1,7 @@
 """How long pushing to and pulling from a group of servers takes on a cluster."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from paceline.planner import costs
 from paceline.planner.coded import payload_bytes
 from paceline.planner.fabric import Floats, Loads
 from paceline.planner.setting import Setting
+from paceline.planner.weight_work import WeightWork, moved_bytes
 from paceline.server.windows import PIECES_UNDER_WAY
 from paceline.strategies.traits import Served
 
@@ -24,8 +26,8 @@ class ServerExchange:
 
     own_push_s: Floats
     own_pull_s: Floats
-    own_both_s: Floats
-    """The busiest thing that a worker's push and pull pass, with both."""
+    own_all_s: Floats
+    """The busiest thing that a worker's push and pull and its rows pass, with all of them."""
     own_beside: Floats
     """The part of its pull that passes while the worker still pushes."""
     push_s: float
@@ -55,11 +57,15 @@ class ServerExchange:
     """An early worker sends at most this part of a key range before the others' gradients come."""
     overlap_s: float
     """Servers get a lone worker's last chunks in turns, so that the first one answers before the last has all."""
-    row_own_s: Floats
-    """A worker's rows and their gradients keep the busiest thing that they pass busy for so long; they pass before and
-    after it computes, and nothing else of this worker does."""
-    row_s: float
-    """The same of the busiest link, where all workers ask and send at once."""
+    rows: "RowExchange"
+    """What passes before and after that, one request after the other."""
+    all_s: float
+    """The busiest link, with all of that."""
+    shared_push_s: float
+    """The link that is busiest of those that both ways may pass, with what goes to servers."""
+    shared_pull_s: float
+    other_s: float
+    """What else rows pass, the other way."""
     loads: Loads
 
     @property
@@ -120,7 +126,7 @@ class ServerExchange:
     @property
     def hub_s(self) -> float:
         """One worker's push and pull keep the link that workers share most busy for so long."""
-        return (max(self.push_s, self.pull_s, self.both_s) + self.row_s) / len(self.own_push_s)
+        return self.all_s / len(self.own_push_s)
 
 
 def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | None = None) -> ServerExchange:
@@ -141,7 +147,8 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
     piece_bytes = min(range_bytes, FRAME_BYTES if is_cut else range_bytes)
     last_bytes = (range_bytes % piece_bytes or piece_bytes) % CHUNK_BYTES or CHUNK_BYTES
     touched_bytes = update_bytes(num_gradients, range_bytes, work.state_bytes / num_servers)
-    rows = _row_exchange(setting, coding.row_staleness if coding is not None else 0)
+    rows = _row_exchange(setting, coding.row_staleness if coding is not None else 0, work.weights)
+    touched_bytes += sum(each.updated_bytes(num_gradients) for each in work.weights) / num_servers
     if work.rows is not None:
         touched_bytes += work.rows.updated_bytes_of(num_gradients) / num_servers
     packing = fabric.packing_bytes_per_s
@@ -149,10 +156,19 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
     own_packed_s = _remote_bytes(setting, range_bytes) / packing
     own_push_s = push_part * np.maximum(own_packed_s, _own_s(setting, fabric.rates.up, fabric.rates.down, range_bytes))
     own_pull_s = np.maximum(own_packed_s, _own_s(setting, fabric.rates.down, fabric.rates.up, range_bytes))
+    own_both_s = np.maximum(np.maximum(own_push_s, own_pull_s), (1 + push_part) * own_packed_s)
+    to_servers, back, link = push, pull, both
+    if not rows.are_together:
+        to_servers, back = push + rows.push.loads, pull + rows.pull.loads
+        link = fabric.busiest(to_servers + back)
+        own_both_s = np.maximum(
+            np.maximum(own_push_s + rows.push.own_s, own_pull_s + rows.pull.own_s),
+            (1 + push_part) * own_packed_s + rows.own_packed_s,
+        )
     return ServerExchange(
         own_push_s=own_push_s,
         own_pull_s=own_pull_s,
-        own_both_s=np.maximum(np.maximum(own_push_s, own_pull_s), (1 + push_part) * own_packed_s),
+        own_all_s=own_both_s + rows.own_s if rows.are_together else own_both_s,
         own_beside=_beside(own_push_s, own_pull_s, push_part * own_packed_s, own_packed_s),
         push_s=push_s,
         pull_s=pull_s,
@@ -163,15 +179,18 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
         ask_s=cluster.communication.request_us * 1e-6 + encode_s + rows.latency_s,
         latency_s=2 * fabric.farthest_s(workers, servers),
         num_pieces=range_bytes / piece_bytes,
-        turn_s=min(1.0, last_bytes / range_bytes) * pull_s / num_workers,
+        turn_s=min(1.0, last_bytes / range_bytes) * pull_s / num_workers if rows.turn_s is None else rows.turn_s,
         clash_s=2 * (min(num_workers, num_servers) - 1) * CHUNK_BYTES / card
         if range_bytes > piece_bytes and is_apart
         else 0.0,
         chunk_share=CHUNK_BYTES / range_bytes,
         ahead=min(1.0, PIECES_UNDER_WAY * FRAME_BYTES / range_bytes) if is_cut and needs_all else 1.0,
         overlap_s=(num_servers - 1) * min(last_bytes, range_bytes) / card if not is_local else 0.0,
-        row_own_s=rows.own_s,
-        row_s=rows.together_s,
+        rows=rows,
+        all_s=link.busy_s + rows.together_s if rows.are_together else link.busy_s,
+        shared_push_s=fabric.busy_s(to_servers, link),
+        shared_pull_s=fabric.busy_s(back, link),
+        other_s=0.0 if rows.are_together else rows.together_s - fabric.busy_s(rows.loads, link),
         loads=push + pull + rows.loads,
     )
 
@@ -181,7 +200,7 @@ def rows_beside(setting: Setting, *, row_staleness: int, joins: bool) -> tuple[f
     work, num_workers = setting.work, setting.num_workers
     if work.rows is None or not setting.places.servers:
         return 0.0, setting.fabric.nothing
-    rows, servers = _row_exchange(setting, row_staleness), np.array(setting.places.servers)
+    rows, servers = _row_exchange(setting, row_staleness, ()), np.array(setting.places.servers)
     touched_bytes = work.rows.updated_bytes_of(num_workers) if joins else num_workers * work.rows.updated_bytes_of(1)
     update_s = touched_bytes / len(servers) / float(setting.fabric.rates.memory[servers].min())
     requests_s = num_workers * setting.cluster.servers.request_us * 1e-6
@@ -195,42 +214,104 @@ def _round_trip_s(setting: Setting) -> float:
     return setting.cluster.communication.request_us * 1e-6 + 2 * way_s
 
 
-class _RowExchange(NamedTuple):
-    """What rows take, one request after the other."""
+class Way(NamedTuple):
+    """What rows of all workers take one way, between workers and servers."""
 
-    latency_s: float
-    """Of all of a step's requests, with what making them takes."""
     own_s: Floats
+    """Of each worker, alone: they keep the busiest thing busy that they pass."""
     together_s: float
+    """The same, where all send at once."""
     loads: Loads
 
 
-def _row_exchange(setting: Setting, row_staleness: int) -> _RowExchange:
-    """A worker waits for the rows of its batch before it computes, and sends their gradients, which servers have to
-    have, before it pushes those of the model."""
-    fabric, work = setting.fabric, setting.work
-    workers, servers = np.array(setting.places.workers), np.array(setting.places.servers)
-    found = _RowExchange(0.0, np.zeros(len(workers)), 0.0, fabric.nothing)
-    if work.rows is None:
-        return found
-    num_asked, (key_bytes, row_bytes) = work.rows.requests, work.rows.asked_bytes(row_staleness)
-    heads_bytes = HEAD_BYTES * len(servers)
-    packing = fabric.packing_bytes_per_s
-    for to_servers, num_bytes in (
-        (True, key_bytes + num_asked * heads_bytes),
-        (False, row_bytes + num_asked * heads_bytes),
-        (True, work.rows.sent_bytes + heads_bytes),
-    ):
-        near, far = (fabric.rates.up, fabric.rates.down)[:: 1 if to_servers else -1]
-        senders, takers = (workers, servers)[:: 1 if to_servers else -1]
-        range_bytes = num_bytes / len(servers)
-        loads = fabric.everyone_to_everyone(senders, takers, range_bytes, is_packed=True)
-        own_s = np.maximum(_own_s(setting, near, far, range_bytes), _remote_bytes(setting, range_bytes) / packing)
-        together_s = found.together_s + fabric.busiest(loads).busy_s
-        found = _RowExchange(
-            (num_asked + 1) * _round_trip_s(setting), found.own_s + own_s, together_s, found.loads + loads
-        )
-    return found
+class RowExchange(NamedTuple):
+    """What rows take, one request after the other, where servers hold rows of tables or weights."""
+
+    latency_s: float
+    """Of all of a step's requests, with what making them takes."""
+    push: Way
+    pull: Way
+    own_packed_s: Floats
+    """Of all that, what each worker's cores pack."""
+    turn_s: float | None
+    """Between the ends of what comes last to two workers. None: they stay together, as where workers ask for rows of
+    tables one after the other: what all others are sent is ahead of a further request, however small."""
+
+    @property
+    def own_s(self) -> Floats:
+        own_s: Floats = self.push.own_s + self.pull.own_s
+        return own_s
+
+    @property
+    def own_other_s(self) -> Floats:
+        """Of the way that takes less, which is not that of the busiest link."""
+        own_s: Floats = np.minimum(self.push.own_s, self.pull.own_s)
+        return own_s
+
+    @property
+    def together_s(self) -> float:
+        return self.push.together_s + self.pull.together_s
+
+    @property
+    def ways(self) -> tuple[tuple[Floats, float], tuple[Floats, float]]:
+        """To servers and back: each worker's time, and that of all together. If they stay together, all of it passes
+        before their gradients."""
+        if self.are_together:
+            return (self.own_s, self.together_s), (np.zeros_like(self.own_s), 0.0)
+        return (self.push.own_s, self.push.together_s), (self.pull.own_s, self.pull.together_s)
+
+    @property
+    def are_together(self) -> bool:
+        return self.turn_s is None
+
+    @property
+    def in_turns_s(self) -> float:
+        """Where all wait for all: who gets rows first has pushed others before the next one does."""
+        others_s = self.push.together_s - float(self.push.own_s.max())
+        return self.together_s - min(others_s, (len(self.push.own_s) - 1) * (self.turn_s or 0.0))
+
+    @property
+    def loads(self) -> Loads:
+        return self.push.loads + self.pull.loads
+
+
+def _row_exchange(setting: Setting, row_staleness: int, weights: Sequence[WeightWork]) -> RowExchange:
+    """A worker waits for the rows of its batch from tables before it computes, and sends gradients of rows, which
+    servers have to have, before it pushes those of the model. Then it asks for rows of weights that have changed."""
+    rows, num_servers = setting.work.rows, len(setting.places.servers)
+    if rows is None and not weights:
+        nobody, nothing = np.zeros(setting.num_workers), setting.fabric.nothing
+        return RowExchange(0.0, Way(nobody, 0.0, nothing), Way(nobody, 0.0, nothing), nobody, None)
+    heads_bytes = float(HEAD_BYTES * num_servers)
+    num_requests, push_bytes, pull_bytes, turn_s = 1.0, heads_bytes, 0.0, None  # of gradients
+    if rows is not None:
+        key_bytes, row_bytes = rows.asked_bytes(row_staleness)
+        num_requests += rows.requests
+        push_bytes += key_bytes + rows.requests * heads_bytes + rows.sent_bytes
+        pull_bytes += row_bytes + rows.requests * heads_bytes
+    if weights:
+        num_requests += 1
+        push_bytes += moved_bytes(weights, 1)
+        pull_bytes += moved_bytes(weights, setting.num_workers) + heads_bytes
+    push, pull = _way(setting, push_bytes, to_servers=True), _way(setting, pull_bytes, to_servers=False)
+    if rows is None:
+        chunk_share = min(1.0, CHUNK_BYTES * num_servers / pull_bytes)
+        turn_s = chunk_share * (pull.together_s - float(pull.own_s.max())) / max(1, setting.num_workers - 1)
+    packed_bytes = _remote_bytes(setting, (push_bytes + pull_bytes) / num_servers)
+    packed_s = packed_bytes / setting.fabric.packing_bytes_per_s
+    return RowExchange(num_requests * _round_trip_s(setting), push, pull, packed_s, turn_s)
+
+
+def _way(setting: Setting, num_bytes: float, *, to_servers: bool) -> Way:
+    """So many bytes of each worker, of which each server has an equal part."""
+    fabric, range_bytes = setting.fabric, num_bytes / len(setting.places.servers)
+    near, far = (fabric.rates.up, fabric.rates.down)[:: 1 if to_servers else -1]
+    ends = np.array(setting.places.workers), np.array(setting.places.servers)
+    senders, takers = ends[:: 1 if to_servers else -1]
+    loads = fabric.everyone_to_everyone(senders, takers, range_bytes, is_packed=True)
+    packed_s: Floats = _remote_bytes(setting, range_bytes) / fabric.packing_bytes_per_s
+    own_s = np.maximum(_own_s(setting, near, far, range_bytes), packed_s)
+    return Way(own_s, fabric.busiest(loads).busy_s, loads)
 
 
 def _coded(setting: Setting, coding: Served | None) -> tuple[float, float, float]:

@@ -6,8 +6,9 @@ from dataclasses import replace
 from paceline.lab import words
 from paceline.lab.variant import Variant
 from paceline.planner import failing
-from paceline.planner.question import why_unpriced
+from paceline.planner.question import moves_rows, why_unpriced
 from paceline.planner.search import CLOSE, Check, Knee, Plan, Point, Unranked
+from paceline.planner.weight_work import moved_bytes
 from paceline.strategies import build
 from paceline.strategies.traits import Served
 
@@ -40,7 +41,7 @@ def answer(plan: Plan) -> list[str]:
         lines.append("A stale gradient's samples count here as a fresh one's: --noise-scale weighs them.")
     if plan.is_counted:
         lines.append(_COUNTED)
-    lines += [*_room(plan), *_rows(plan)]
+    lines += [*_room(plan), *_rows(plan), *_weights(plan)]
     if plan.unpriced:
         lines += _left_out(plan)
     lines += [*_drifting(plan), *_unranked(plan)]
@@ -60,6 +61,29 @@ def _rows(plan: Plan) -> list[str]:
     return [
         f"Rows of tables: a worker's step asks servers for {asked} MB and sends {sent} MB, by the keys of the script's "
         f"first batches; with row_staleness={_KEPT_STEPS} it would ask for {seldom} MB."
+    ]
+
+
+def _weights(plan: Plan) -> list[str]:
+    weights = plan.work.weights
+    if not weights:
+        return []
+    most = max(point.prediction.workers for point in plan.points)
+    whole = sum(plan.work.tensor_bytes[each.index] for each in weights)
+    own, everyone, all_of_it = (
+        words.quantity(num_bytes / 1e6) for num_bytes in (moved_bytes(weights, 1), moved_bytes(weights, most), whole)
+    )
+    traffic = {asked: build(asked).traits.traffic for asked in dict.fromkeys(point.asked for point in plan.points)}
+    by_rows = {asked: any(map(moves_rows, moved)) for asked, moved in traffic.items() if moved}
+    said = [
+        f"{what} under {words.listed(names)}"
+        for what, way in (("rows move", True), ("the whole weight moves", False))
+        if (names := [asked for asked, is_by_rows in by_rows.items() if is_by_rows is way])
+    ]
+    return [
+        f"Rows of nn.Embedding(sparse=True): a worker's step has gradients of {own} MB of rows, and those of "
+        f"{words.workers(most)} come to {everyone} MB, where the weights have {all_of_it} MB, by the keys of the "
+        f"script's first batches; {', '.join(said)}."
     ]
 
 

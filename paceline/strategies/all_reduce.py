@@ -109,6 +109,7 @@ class AllReduce(Strategy):
             codec_scope=self.codec_scope,
             row_staleness=self.row_staleness,
             joins_rows=self.rows != "asp",
+            moves_rows=self._takes_rows,
         )
         has_servers = self.servers > 0
         return Traits(
@@ -144,9 +145,13 @@ class AllReduce(Strategy):
         return _AllReduceSynchronizer(self, context, replica)
 
     def _moves_rows(self, context: Context) -> bool:
-        """Whether of gradients that have few rows these move: as honest workers have them, joined by the mean, once."""
-        is_plain = self.codec is None and self.aggregate == MEAN
-        return is_plain and context.corrupt is None and context.recovery is None
+        """Whether of gradients that have few rows these move, as honest workers have them."""
+        return self._takes_rows and context.corrupt is None and context.recovery is None
+
+    @property
+    def _takes_rows(self) -> bool:
+        """Whether they do where all workers stay: joined by the mean, once."""
+        return self.codec is None and self.aggregate == MEAN
 
 
 @final

@@ -113,6 +113,7 @@ class ParameterServer(Strategy):
             codec=self.codec,
             codec_scope=self.codec_scope,
             row_staleness=self.row_staleness,
+            moves_rows=self._takes_rows,
         )
         return Traits(
             lock_step=self.consistency == "bsp" and self.backup_workers == 0,
@@ -193,10 +194,14 @@ class ParameterServer(Strategy):
         )
 
     def _moves_rows(self, context: Context) -> bool:
-        """Whether of gradients that have few rows these move: as honest workers have them, joined by the mean, to
-        servers that live as long as the run, in updates whose workers have all taken as many steps."""
-        is_plain = self.codec is None and self.aggregate == MEAN and not self.replicas and not self.backup_workers
-        return is_plain and context.corrupt is None and context.reform is None
+        """Whether of gradients that have few rows these move, as honest workers have them."""
+        return self._takes_rows and context.corrupt is None and context.reform is None
+
+    @property
+    def _takes_rows(self) -> bool:
+        """Whether they do where all workers stay: joined by the mean, on servers that live as long as the run, in
+        updates whose workers have all taken as many steps."""
+        return self.codec is None and self.aggregate == MEAN and not self.replicas and not self.backup_workers
 
     def _require_rows_joined_alike(self, context: Context) -> None:
         """Rows of tables are joined by the mean, and come as honest workers send them."""

@@ -36,6 +36,9 @@ class AllReduced:
     """Where servers hold rows of tables, further steps for which a worker uses one that it has asked for."""
     joins_rows: bool = True
     """All workers' gradients of rows then make one update, not one each."""
+    moves_rows: bool = False
+    """Of a weight of `nn.Embedding(sparse=True)` every worker gets the rows that all batches have gradients of, after
+    all else, where nobody may leave or join; the whole gradient is averaged where that is false."""
 
     @property
     def is_in_fragments(self) -> bool:
@@ -58,6 +61,10 @@ class Served:
     codec_scope: Literal["links", "all"] = "links"
     row_staleness: int = 0
     """Further steps for which a worker uses a row of a table that it has asked for."""
+    moves_rows: bool = False
+    """Of a weight of `nn.Embedding(sparse=True)` servers get the rows that a batch has gradients of, before all else,
+    and workers get those that have changed, after it, where nobody may leave or join; the whole moves where that is
+    false."""
 
     @property
     def is_bounded(self) -> bool:

@@ -61,6 +61,8 @@ def test_asynchronous_rate_by_hand() -> None:
     assert costs.asynchronous_rate(2, cycle_s=2.0, own_s=2.0, shared_s=1.0) == pytest.approx(8 / 17)
     # What is shared is slower than a card: many workers get what it gives, 1 / D.
     assert costs.asynchronous_rate(100, cycle_s=1.0, own_s=1.0, shared_s=4.0) == pytest.approx(1 / 4)
+    # Two queues of 1 s, behind 1 s: each has 1/3 of one worker, so that two take 4/3 s in each.
+    assert costs.asynchronous_rate(2, cycle_s=1.0, own_s=1.0, shared_s=1.0, other=(1.0, 1.0)) == pytest.approx(6 / 11)
 
 
 @given(st.integers(1, 200), st.floats(0.01, 10), st.floats(0.01, 10), st.floats(0.001, 10))

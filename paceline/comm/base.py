@@ -328,13 +328,6 @@ class Store(ABC):
         them: staleness counts from the last answer to a push, or to a wait."""
 
     @abstractmethod
-    def join(self) -> None:
-        """Tell the servers that this worker, which has left or never was, pushes from here on.
-
-        Called where every server has heard the same of the others: at a step boundary.
-        """
-
-    @abstractmethod
     def leave(self) -> None:
         """Tell the servers that this worker pushes no more, so that nobody waits for it."""
 

@@ -208,9 +208,6 @@ class ClientCore:
     def pull(self) -> list[Send]:
         return self._ask_all("pull", Kind.PULL)
 
-    def join(self) -> list[Send]:
-        return self._ask_all("join", Kind.JOIN)
-
     def leave(self) -> list[Send]:
         return self._ask_all("leave", Kind.LEAVE)
 
@@ -305,10 +302,6 @@ class ClientCore:
             said = server.answers[0].body
             server.follows, server.is_in_turn = bool(said["follows"]), bool(said["is_in_turn"])
         return [server.answers[0].body for server in self._servers]
-
-    def joined(self) -> None:
-        """Its next contribution belongs to the servers' clock."""
-        self._clock = self._servers[0].answers[0].clock
 
     def served_itself(self, *, clock: int) -> None:
         """The worker has pushed, and goes on at this clock, without any message."""

@@ -65,9 +65,8 @@ class Replication:
             yield from self._take(message)
         elif message.kind is Kind.REPLICATED:
             yield from self._hear(message)
-        elif message.kind is Kind.JOIN or not self.is_head:
-            refused = WireError("nobody joins while servers have replicas" if self.is_head else "it only has a copy")
-            yield Send(message.sender, self._core.failure(refused))
+        elif not self.is_head:
+            yield Send(message.sender, self._core.failure(WireError("it only has a copy")))
         else:
             yield from self._serve(message, now_s)
 

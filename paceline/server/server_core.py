@@ -116,7 +116,6 @@ class ServerCore:
             Kind.WAIT: self._wait,
             Kind.RECEIVED: self._received,
             Kind.PULL: self._pull,
-            Kind.JOIN: self._join,
             Kind.LEAVE: self._leave,
             Kind.STEP_ASIDE: self._step_aside,
             Kind.COME_BACK: self._come_back,
@@ -347,12 +346,8 @@ class ServerCore:
         if client.is_beside:
             yield Send(message.sender, self.message(Kind.ANSWER, tensor_bytes=self._range_bytes))
 
-    def _join(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
-        clocks = [part.shard.join(message.sender) for part in self.parts]
-        yield Send(message.sender, self.message(Kind.OK, clock=clocks[-1]))
-
     def _leave(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
-        """It may still pull, and join again: its memory stays known. Nothing waits for it any more."""
+        """It may still pull: its memory stays known. Nothing waits for it any more."""
         client.answers.clear()
         self._window.forget(message.sender)
         self._tables.leave(message.sender)

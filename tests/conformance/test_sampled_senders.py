@@ -59,9 +59,6 @@ class SampledRounds(AdmissionRule):
     def clock_of(self, worker: int) -> int:
         return self._round
 
-    def join(self, worker: int) -> None:
-        self.add(worker)
-
     def leave(self, worker: int) -> tuple[int, ...]:
         self.active.discard(worker)
         return self._close_if_full()

@@ -99,9 +99,6 @@ class _Rounds(AdmissionRule):
     def clock_of(self, worker: int) -> int:
         return self._clock
 
-    def join(self, worker: int) -> None:
-        self.add(worker)
-
     def leave(self, worker: int) -> tuple[int, ...]:
         self.active.discard(worker)
         self._due = {sender: player for sender, player in self._due.items() if player in self.active}

@@ -293,9 +293,6 @@ class EveryOther(AdmissionRule):
     def clock_of(self, worker: int) -> int:
         return self.clocks[worker]
 
-    def join(self, worker: int) -> None:
-        self.add(worker)
-
     def leave(self, worker: int) -> tuple[int, ...]:
         self.active.discard(worker)
         self.turn = 1 - worker

@@ -41,9 +41,6 @@ class Rounds(AdmissionRule):
     def clock_of(self, worker: int) -> int:
         return self._clock
 
-    def join(self, worker: int) -> None:
-        self.add(worker)
-
     def leave(self, worker: int) -> tuple[int, ...]:
         self.active.discard(worker)
         return ()

@@ -126,10 +126,6 @@ class ServerGroup(Store):
         self._ask(self._client.pull())
         return self._client.iteration
 
-    def join(self) -> None:
-        self._ask(self._client.join())
-        self._client.joined()
-
     def leave(self) -> None:
         self._ask(self._client.leave())
 

@@ -28,7 +28,7 @@ from paceline.server.client_core import ClientCore
 from paceline.server.server_core import Send
 from paceline.server.spec import OptimizerSpec, Reply
 
-_ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind.JOIN, Kind.LEAVE}) | {
+_ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind.LEAVE}) | {
     Kind.STEP_ASIDE,
     Kind.COME_BACK,
     Kind.READ_ROWS,

@@ -28,7 +28,6 @@ class Following(AdmissionRule):
         self._clock = 0
         self._decided: dict[int, tuple[int, ...]] = {}
         """By clock: who formed it."""
-        self._known = set(members.ranks)
         self._pushed: set[int] = set()
         self._goes_on_at: dict[int, float] = {}
         self._pushed_at: dict[int, int] = {}
@@ -52,7 +51,7 @@ class Following(AdmissionRule):
         if self._goes_on_at.get(worker) != math.inf:
             raise ProtocolError(f"worker {worker} goes on at clock {clock} without a push here")
         is_clock = type(clock) is int and clock >= self._pushed_at[worker]
-        are_workers = all(type(each) is int and each in self._known for each in contributors)
+        are_workers = all(type(each) is int and each in self.members.ranks for each in contributors)
         if not is_clock or not are_workers or len(set(contributors)) < len(contributors):
             raise ProtocolError(f"worker {worker} cannot go on at clock {clock!r} after gradients of {contributors!r}")
         self._goes_on_at[worker] = clock
@@ -70,10 +69,6 @@ class Following(AdmissionRule):
 
     def clock_of(self, worker: int) -> int:
         return self._clock
-
-    def join(self, worker: int) -> None:
-        self.add(worker)
-        self._known.add(worker)
 
     def leave(self, worker: int) -> tuple[int, ...]:
         self.active.discard(worker)

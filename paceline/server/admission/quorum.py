@@ -69,9 +69,6 @@ class Quorum(AdmissionRule):
     def clock_of(self, worker: int) -> int:
         return self._clock
 
-    def join(self, worker: int) -> None:
-        self.add(worker)
-
     def leave(self, worker: int) -> tuple[int, ...]:
         self.active.discard(worker)
         return self._close() if self._is_full(waits=self.is_timed) else ()

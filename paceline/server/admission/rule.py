@@ -111,10 +111,9 @@ class AdmissionRule(ABC):
         """All that is contributed to the clocks before this one has been applied; 0: nobody knows."""
         return 0
 
-    @abstractmethod
     def join(self, worker: int) -> None:
-        """The worker takes part from the present clock on. Called where every shard has heard the same so far.
-        Raises ProtocolError if it takes part already."""
+        """The worker takes part from the present clock on. Raises ProtocolError if it takes part already."""
+        raise NotImplementedError(type(self).__name__)
 
     def begin_with(self, worker: int, clock: int) -> tuple[int, ...]:
         """The worker, which has joined and pushed nothing yet, is to push for this clock first: the latest at which a

@@ -2,17 +2,19 @@
 from the servers."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, final
 
 import torch
 
 from paceline.checkpoint import Checkpoint
-from paceline.elastic import Member, StaleEpoch
+from paceline.elastic import Member
 from paceline.errors import UsageError
 from paceline.membership import Membership
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.pauses import Pauses
 from paceline.training.sharding import Place
+from paceline.training.taking import take
 from paceline.training.worker_run import WorkerRun
 
 
@@ -45,32 +47,21 @@ class Entering:
             UsageError: this script prepares another model, or other data.
             BudgetReached: the run has ended.
         """
-        run = self._run
-        reform, (feed,) = run.context.reform, run.prepared.feeds.values()
-        assert reform is not None
-        while True:
-            epoch = feed.loader.place.epoch
-            found = reform.take(rank=run.context.rank, epoch=epoch)
-            content = {} if isinstance(found, int) else torch.load(found, weights_only=True)
-            others = found if isinstance(found, int) else int(content["epoch"])
-            if not content or others > epoch:
-                feed.loader.resume_at(Place(others, 0), {})
-                return None
-            try:
-                return self._entered(content, Place(epoch, 0))
-            except StaleEpoch:  # the others have met meanwhile
-                continue
+        return take(self._run, self._entered)
 
-    def _entered(self, content: dict[str, Any], place: Place) -> Member:
+    def _entered(self, path: Path, epoch: int) -> Member | int:
         """Raises StaleEpoch where the others have met without this worker since."""
+        content: dict[str, Any] = torch.load(path, weights_only=True)
+        if content["epoch"] > epoch:
+            return int(content["epoch"])
         checkpoint = Checkpoint.of_plain(content["checkpoint"])
         self._require_same_model(content["model"])
-        self._checkpoints.take_up_script(checkpoint, place)
+        self._checkpoints.take_up_script(checkpoint, Place(epoch, 0))
         self._pauses.take_up(content["pauses"])
-        epoch, ranks, met = content["member"]
+        in_epoch, ranks, met = content["member"]
         rank, keeper = self._run.context.rank, self._run.context.lane_keeper
         assert keeper is not None
-        membership = keeper.enter(Member(rank, Membership(epoch, tuple(ranks)), has_stopped=True, met=met))
+        membership = keeper.enter(Member(rank, Membership(in_epoch, tuple(ranks)), has_stopped=True, met=met))
         self._on_taken(checkpoint)
         return Member(rank, membership, met=met)
 

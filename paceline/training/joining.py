@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from paceline.checkpoint import Checkpoint
-from paceline.elastic import Deal, Member, StaleEpoch
+from paceline.elastic import Deal, Member
 from paceline.membership import Membership
 from paceline.strategies.regrouping import Regrouping
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.sharding import Place
+from paceline.training.taking import take
 from paceline.training.worker_run import WorkerRun
 
 if TYPE_CHECKING:
@@ -104,29 +105,20 @@ class States:
             UsageError: this script prepares another model, or other data.
             BudgetReached: the run has ended.
         """
-        run = self._run
-        reform, (feed,) = run.context.reform, run.prepared.feeds.values()
-        assert reform is not None
-        while True:
-            found = reform.take(rank=run.context.rank, epoch=feed.loader.place.epoch)
-            if isinstance(found, int):
-                feed.loader.resume_at(Place(found, 0), {})
-                return False
-            try:
-                self._enter(self._read(found))
-                return True
-            except StaleEpoch:  # whoever has given the state is gone
-                continue
+        return take(self._run, self._entered) is not None
 
-    def _enter(self, content: dict[str, Any]) -> None:
+    def _entered(self, path: Path, epoch: int) -> Member:
         """Raises StaleEpoch where the others have gone on without this worker."""
+        content = self._read(path)
         checkpoint = Checkpoint.of_plain(content["checkpoint"])
         self._checkpoints.take_up(checkpoint, checkpoint.workers[0])
         self._pauses.take_up(content["pauses"])
         self._survivor.handouts.take_up(content["progress"])
-        self._survivor.take_up(content["survivor"], self._taken_of(content["member"]))
+        member = self._taken_of(content["member"])
+        self._survivor.take_up(content["survivor"], member)
         self._survivor.meet_others(self._run.prepared.synchronizer, facts=content["facts"])
         self._on_taken(checkpoint)
+        return member
 
     def _read(self, path: Path) -> dict[str, Any]:
         """Tensors stay where they are until they are copied into the model's: nothing is unpickled freely."""

@@ -19,6 +19,7 @@ FRAME_BYTES = 1 << 20
 ALL_SHARDS = -1
 VOID, STOP, ADMITTED, IN_TURN = 1, 2, 4, 8  # flags of EXCHANGE and ANSWER
 APART = 16  # of ATTACH: no server is on this worker's host
+HOLD = 32  # of EXCHANGE: other servers are to have it, too, before it counts
 HEAD_BYTES = 256
 """Bytes that a message takes besides its tensors: header, body, and what a network puts around them."""
 _HEADER = struct.Struct("<2sBBIIiqqqqqd")
@@ -50,9 +51,11 @@ class Kind(IntEnum):
     UPDATE = 12
     REPLICATE = 13
     REPLICATED = 14
+    HELD = 15
     ANSWER = 16
     OK = 17
     ERROR = 18
+    COUNT = 19
     OPEN_TABLES = 20
     READ_ROWS = 21
     PUSH_ROWS = 22

@@ -17,6 +17,7 @@ from paceline.messages import (
     APART,
     FRAME_BYTES,
     HEAD_BYTES,
+    HOLD,
     IN_TURN,
     STOP,
     VOID,
@@ -96,6 +97,8 @@ class ClientCore:
         self._begun_at = 0  # the iteration at which clocks began
         self._num_due = 0
         self._pushed: tuple[Push, Request] | None = None
+        self._holds = False  # servers elsewhere are to have all of a push before it counts on any
+        self._num_to_hold = 0  # which have yet to say that they have it
         self._error: WireError | None = None
         self._requests: Requests = _nothing
 
@@ -178,7 +181,8 @@ class ClientCore:
             body["kind"] = push.kind
         if push.done is not None:
             body["done"] = push.done
-        flags = (VOID if push.void else 0) | (STOP if push.stop else 0)
+        flags = (VOID if push.void else 0) | (STOP if push.stop else 0) | (HOLD if self._holds else 0)
+        self._num_to_hold = sum(not server.is_beside for server in self._servers)
         request = partial(
             Message,
             Kind.EXCHANGE,
@@ -193,8 +197,8 @@ class ClientCore:
         rows, self._rows = self._rows, ()
 
         def requests(index: int, server: _Server) -> list[Message]:
-            if server.is_beside and server.follows:
-                return []  # it gets the push with the decision
+            if server.is_beside and (server.follows or self._holds):
+                return []  # it gets the push with the decision, or when all others have it
             pushed = [request()] if push.void else self._pushed_to(server, request)
             return [_with_rows(pushed[0], *rows[index])] if rows else pushed
 
@@ -261,6 +265,10 @@ class ClientCore:
             server.is_in_turn = bool(answer.body["is_in_turn"])
             yield from self._ask_server(index) if server.num_due else ()
             return
+        if answer.kind is Kind.HELD and self._pushed is not None:
+            self._num_to_hold -= 1
+            yield from () if self._num_to_hold else self._count(*self._pushed)
+            return
         server.num_due -= 1
         self._num_due -= 1
         server.answers.append(answer)
@@ -301,7 +309,10 @@ class ClientCore:
         for server in self._servers:
             said = server.answers[0].body
             server.follows, server.is_in_turn = bool(said["follows"]), bool(said["is_in_turn"])
-        return [server.answers[0].body for server in self._servers]
+        bodies = [server.answers[0].body for server in self._servers]
+        is_divided = len(bodies) > 1 and not all(server.is_beside for server in self._servers)
+        self._holds = is_divided and all(said["outlives_workers"] for said in bodies)
+        return bodies
 
     def served_itself(self, *, clock: int) -> None:
         """The worker has pushed, and goes on at this clock, without any message."""
@@ -404,6 +415,14 @@ class ClientCore:
                 yield self._sent(index, message)
             elif server.follows:
                 yield self._sent(index, self._message(Kind.FOLLOW, body=decision))
+
+    def _count(self, push: Push, request: Request) -> Iterator[Send]:
+        """All servers elsewhere have all of it. Those beside take it now."""
+        for index, server in enumerate(self._servers):
+            if server.is_beside:
+                yield self._sent(index, request(tensor_bytes=0 if push.void else _pushed_bytes(server)))
+            else:
+                yield self._sent(index, self._message(Kind.COUNT, clock=self._clock))
 
     def _pushed_to(self, server: _Server, request: Request) -> list[Message]:
         coded = server.coded

@@ -15,6 +15,7 @@ from paceline.messages import (
     ALL_SHARDS,
     APART,
     FRAME_BYTES,
+    HOLD,
     IN_TURN,
     STOP,
     VOID,
@@ -34,6 +35,7 @@ from paceline.server.shard import Answer
 from paceline.server.spec import ServerSpec
 from paceline.server.tables.shards import TableShards
 from paceline.server.tables.storage import InMemory, Storage
+from paceline.server.whole_pushes import Parted, WholePushes
 from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY, AnswerWindow
 
 _ERROR_LENGTH = 4000
@@ -100,7 +102,8 @@ class ServerCore:
         """Whether pieces pass links a few at a time: there are more, and each needs every worker's gradient."""
         self._spec: ServerSpec | None = None
         self._clients: dict[int, _Client] = {}
-        self._last_pushes: dict[int, Message] = {}  # of workers that say what they have done, without tensors
+        self._pushes = WholePushes()  # where servers outlive workers
+        self._outlives_workers = False
         self._gone: set[int] = set()
         self._all_parts: list[tuple[int, Part]] = []
         self._range_bytes = 0
@@ -112,6 +115,7 @@ class ServerCore:
         self._handlers: dict[Kind, Callable[[_Client, Message, float], Iterator[Action]]] = {
             Kind.INITIALISE: self._initialise,
             Kind.EXCHANGE: self._exchange,
+            Kind.COUNT: self._count_held,
             Kind.FOLLOW: self._follow,
             Kind.WAIT: self._wait,
             Kind.RECEIVED: self._received,
@@ -147,7 +151,10 @@ class ServerCore:
         self.parts = [build_part(spec, pieces, rule, memory) for pieces, rule in zip(ranges, rules, strict=True)]
         self._all_parts = list(enumerate(self.parts))
         self._range_bytes = sum(part.tensor_bytes for part in self.parts)
-        self.is_in_turn = len(self.parts) > PIECES_UNDER_WAY and all(part.shard.needs_all for part in self.parts)
+        self._outlives_workers = spec.outlives_workers
+        # Where a push counts whole, no piece is answered before all have come.
+        needs_all = all(part.shard.needs_all for part in self.parts) and not self._outlives_workers
+        self.is_in_turn = len(self.parts) > PIECES_UNDER_WAY and needs_all
         self._some_read_for_themselves = memory is not None
         self._is_timed = self.parts[-1].shard.rule.is_timed
         self._tables.files = spec.table_files
@@ -181,7 +188,11 @@ class ServerCore:
         )
         self._some_are_apart |= bool(message.flags & APART)
         self._has_neighbour |= is_beside
-        return {"follows": self.parts[-1].shard.follows, "is_in_turn": self.is_in_turn}
+        return {
+            "follows": self.parts[-1].shard.follows,
+            "is_in_turn": self.is_in_turn,
+            "outlives_workers": self._outlives_workers,
+        }
 
     def receive(self, message: Message, now_s: float) -> Iterator[Action]:
         """What to do about a worker's message, each thing before the next is decided; to the end, or the state is not
@@ -202,23 +213,25 @@ class ServerCore:
         except (ProtocolError, WireError) as error:
             yield Send(message.sender, self.failure(error))
 
-    def part_with(self, worker: int) -> Message | None:
-        """The worker's process has ended: nothing is heard of it from here on. Returns its last push, which another
-        server may lack; none if there was none."""
+    def part_with(self, worker: int) -> Parted:
+        """The worker is gone: nothing is heard of it from here on. Returns what is here of its pushes."""
         self._gone.add(worker)
-        return self._last_pushes.get(worker)
+        client = self._clients.get(worker)
+        return self._pushes.parted(worker, reaches_memory=client is not None and client.is_beside)
 
-    def let_go(self, worker: int, last_push: Message | None, now_s: float) -> Iterator[Action]:
+    def let_go(self, worker: int, counts: Message | None, now_s: float) -> Iterator[Action]:
         """Go on without a worker that this server has parted with.
 
         Args:
-            last_push: that some server has got. If this one has not, its tensors are taken from the worker's memory.
+            counts: its last push that is to count, as `what_counts` says. If it does not do so here yet, its tensors
+                are those that have come, or those in the worker's memory.
         """
-        client, own = self._clients.get(worker), self._last_pushes.get(worker)
+        client = self._clients.get(worker)
         if client is None:
             return
-        if last_push is not None and (own is None or own.clock < last_push.clock):
-            yield from self._exchange(client, last_push, now_s)
+        if counts is not None and self._pushes.lacks(counts):
+            yield from self._count(client, counts, self._all_parts, now_s)
+        self._pushes.forget(worker)
         yield from self._leave(client, Message(Kind.LEAVE, self.epoch, sender=worker), now_s)
 
     def expect(self, worker: int) -> int:
@@ -282,16 +295,37 @@ class ServerCore:
 
     def _exchange(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
         client.arrived_s = now_s
+        parts = self._parts_of(message)
+        if client.parameters is None and not message.flags & VOID:
+            for index, _ in parts:
+                self._read_push(message, index, client.gradients[index])
+        if self._outlives_workers and not client.is_beside:
+            if not self._pushes.has_all(message, num_shards=len(self.parts)):
+                return
+            if message.flags & HOLD:
+                self._pushes.hold(message)
+                yield Send(message.sender, self.message(Kind.HELD))
+                return
+            parts = self._all_parts
+        yield from self._count(client, message, parts, now_s)
+
+    def _count_held(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+        client.arrived_s = now_s
+        push = self._pushes.held(message.sender, clock=message.clock)
+        yield from self._count(client, push, self._all_parts, now_s)
+
+    def _count(
+        self, client: _Client, message: Message, parts: Sequence[tuple[int, Part]], now_s: float
+    ) -> Iterator[Action]:
+        """Give these shards what has been pushed."""
         is_void, body = bool(message.flags & VOID), message.body
         about = {name: body[name] for name in _ABOUT if name in body} if body else {}
         groups = body.get("groups")
-        if "done" in body:
-            self._last_pushes[message.sender] = message
+        if self._outlives_workers:
+            self._pushes.count(message)
         if "rows" in body:
             self._tables.receive_push(message)
-        for index, part in self._parts_of(message):
-            if client.parameters is None and not is_void:
-                self._read_push(message, index, client.gradients[index])
+        for index, part in parts:
             answers = part.shard.push(
                 message.sender,
                 message.clock,

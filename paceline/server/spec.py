@@ -44,8 +44,9 @@ class ServerSpec:
     """Of the run's optimizer that it is for."""
     table_files: TableFiles | None = None
     """For rows of tables; none: they lie in memory."""
-    may_lend: bool = True
-    """Workers on one host may make updates themselves; not where one may die in the midst of one."""
+    outlives_workers: bool = False
+    """Workers may die, and come, while others train: what one pushes counts whole or not at all, and none makes an
+    update itself, in the midst of which it might die."""
 
 
 class Push(NamedTuple):

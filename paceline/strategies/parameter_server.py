@@ -213,7 +213,7 @@ class ParameterServer(Strategy):
 
     @property
     def _outlives_workers(self) -> bool:
-        """What a worker that dies has pushed is in its memory, whole, and joined with others' as it comes."""
+        """What a worker pushes counts whole or not at all, and is joined with others' as it comes."""
         is_plain = self.codec is None and self.aggregate == MEAN and self.combine != "always"
         return is_plain and not (self.replicas or self.backup_workers or self.torn_reads)
 

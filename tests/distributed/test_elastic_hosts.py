@@ -22,7 +22,8 @@ from tests.distributed.harness import PACELINE, SCRIPTS, pids, wait_until
 from tests.distributed.own_network import own_network
 from tests.distributed.test_elastic import of, require_each_sample_once, require_same_model, undisturbed
 from tests.distributed.test_elastic_rounds import require_replayed
-from tests.distributed.test_joining import held, joined
+from tests.distributed.test_elastic_servers import require_whole, updates
+from tests.distributed.test_joining import held, iterations_of, joined
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,11 +32,23 @@ SCRIPT = str(SCRIPTS / "survivors.py")
 DEMO = SCRIPTS.parents[2] / "paceline" / "demo_script.py"
 SAMPLES = 200
 DEADLINE_S = 3.0
+PATIENCE_S = 240.0  # processes start in seconds, but where other programs have the cores
+
+
+# Before a worker sends a server a message: of four a step to two servers elsewhere the second in which it says that its
+# push counts.
+BETWEEN_SERVERS = "paceline.server.client_core:ClientCore._sent"
 
 
 @pytest.fixture
 def four_hosts() -> Iterator[Network]:
     with own_network(4) as network:
+        yield network
+
+
+@pytest.fixture
+def three_hosts() -> Iterator[Network]:
+    with own_network(3) as network:
         yield network
 
 
@@ -57,7 +70,7 @@ def start(
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    output, errors = process.communicate(timeout=100)
+    output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output[-3000:] + errors[-3000:]
 
 
@@ -69,7 +82,7 @@ def finish(process: subprocess.Popen[str], out: Path, *, workers: int) -> None:
 
 def wait_for(process: subprocess.Popen[str], out: Path, *, num_steps: int) -> None:
     """Until the first worker has made so many."""
-    log, until_s = out.parent / "log" / "rank-0", time.monotonic() + 60
+    log, until_s = out.parent / "log" / "rank-0", time.monotonic() + PATIENCE_S
     while not log.exists() or len(log.read_text().splitlines()) < num_steps:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until_s
@@ -101,13 +114,14 @@ def set_link(network: Network, host: Host, state: str) -> None:
 
 
 def scale(network: Network, out: Path, workers: int) -> str:
-    return network.run(network.hosts[0], [PACELINE, "scale", str(out), "--workers", str(workers)], timeout_s=60)
+    return network.run(network.hosts[0], [PACELINE, "scale", str(out), "--workers", str(workers)], timeout_s=PATIENCE_S)
 
 
 def go_on(process: subprocess.Popen[str], out: Path, *, held_at: Sequence[int]) -> None:
     """At each of these iterations, when one more worker is there."""
     for number, iteration in enumerate(held_at, start=1):
-        assert wait_until(lambda number=number: len(of(out, "ready")) == number, within_s=60), process.communicate()
+        is_there = wait_until(lambda number=number: len(of(out, "ready")) == number, within_s=PATIENCE_S)
+        assert is_there, process.communicate()
         (out.parent / "log" / f"go-{iteration}").touch()
 
 
@@ -211,3 +225,49 @@ def test_workers_join_and_none_is_left_alone(four_hosts: Network, tmp_path: Path
     workers_join_and_die_in_rounds(four_hosts, address, tmp_path / "rounds")
     chaos_strikes_links_and_nodes(four_hosts, address, tmp_path / "chaos")
     nobody_goes_on_alone_on_the_other_side(four_hosts, address, tmp_path / "alone")
+
+
+def finish_whole(process: subprocess.Popen[str], out: Path, *, gradients: int) -> None:
+    """Each gradient counted on both servers, once, and each sample in one of them."""
+    end(process)
+    assert not of(out, "left_over")
+    require_whole(out, servers=2, gradients=gradients)
+    assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 4 * gradients
+
+
+def servers_outlive_workers(network: Network, address: str, directory: Path) -> None:
+    """Of three hosts two have a server. The worker of the third dies when it has told one of them that its push counts,
+    and not the other; then one beside a server stops."""
+    given = ["--fail-at", f"2:38:{BETWEEN_SERVERS}", "--fail", "1:14:stop"]
+    options = ["--strategy", "ps-bsp", "--option", "servers=2"]
+    process, out = start(network, address, directory, *given, workers=3, samples=96, step_s=0.02, options=options)
+    finish_whole(process, out, gradients=48)
+    assert [event["who"] for event in of(out, "lost")] == ["worker-2", "worker-1"]
+    assert of(out, "let_go")[0]["details"]["steps"] == 9, "its push counts"
+
+
+def servers_outlive_a_host(network: Network, address: str, directory: Path) -> None:
+    """One joins, and trains; then the host without a server dies."""
+    options = ["--strategy", "ps-asp", "--option", "servers=2"]
+    given = ["--epochs", 3, *held(5, 16, 40)]
+    process, out = start(network, address, directory, *given, workers=3, samples=96, step_s=0.02, options=options)
+    wait_for(process, out, num_steps=1)
+    assert "3 workers train; 1 more start" in scale(network, out, 4)
+    go_on(process, out, held_at=(5,))
+    assert wait_until(lambda: of(out, "let_in"), within_s=PATIENCE_S), process.communicate()
+    (out.parent / "log" / "go-16").touch()
+    assert wait_until(lambda: max(iterations_of(out), default=0) >= 40, within_s=PATIENCE_S), process.communicate()
+    for pid in pids_on(host_of(network, pids(out)["worker-2"])):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: of(out, "let_go"), within_s=PATIENCE_S), process.communicate()
+    (out.parent / "log" / "go-40").touch()
+    finish_whole(process, out, gradients=72)
+    assert "worker-2" in [event["who"] for event in of(out, "lost")]
+    assert {worker for _, worker, _ in updates(out)} == {0, 1, 2, 3}
+
+
+def test_servers_outlive_workers_and_a_host(three_hosts: Network, tmp_path: Path) -> None:
+    address = three_hosts.start_ray()
+    servers_outlive_workers(three_hosts, address, tmp_path / "workers")
+    servers_outlive_a_host(three_hosts, address, tmp_path / "host")

@@ -4,16 +4,20 @@ and what the gone have left of their data, and those who were there before a joi
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import paceline
 from paceline.checkpoint_files import from_newest, iteration_of
+from paceline.engines.ray.supervisor import Supervisor
 from tests.distributed.harness import is_training, wait_until
 from tests.distributed.local import Listener
 from tests.distributed.test_elastic import (
@@ -118,6 +122,23 @@ def test_the_others_end_a_pause_in_which_one_dies(tmp_path: Path, ray_here: None
     require_whole(out, servers=1)
     require_each_sample_once(out)
     assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 192
+
+
+@pytest.mark.slow
+def test_a_servers_death_ends_the_run(tmp_path: Path, ray_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not taken for that of the worker of its number."""
+    survive, struck = Supervisor._survive, set[int]()
+
+    def strike(self: Supervisor, survival: Any, newcomers: Any) -> None:
+        if survival.has_begun and not struck:
+            struck.add(self._members.infos["server-1"].pid)
+            os.kill(*struck, signal.SIGKILL)
+        survive(self, survival, newcomers)
+
+    monkeypatch.setattr(Supervisor, "_survive", strike)
+    with pytest.raises(paceline.RunFailed, match=r"server 1 \(process \d+\) died"):
+        trained(tmp_path, "--step-s", 0.05, workers=2, strategy="ps-asp", options={"servers": 2}, elastic="1:2")
+    assert not of(tmp_path / "out", "lost")
 
 
 @pytest.mark.slow

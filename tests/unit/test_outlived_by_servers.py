@@ -1,10 +1,10 @@
-"""A worker dies between any two messages: what it has pushed counts on all servers or on none, and nobody waits for
-it."""
+"""A worker dies between any two messages, or is taken for dead and lives on: what it has pushed counts on all servers
+or on none, and nobody waits for it."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 
 import pytest
 from hypothesis import given
@@ -13,25 +13,44 @@ from hypothesis import strategies as st
 from paceline.elastic import Done
 from paceline.membership import Membership
 from paceline.messages import Message
+from paceline.server import client_core, server_core
 from paceline.server.server_core import Action, Send, Updated
-from tests.unit.test_server_protocol import EPOCH, RULES, Net, gradient
+from paceline.server.whole_pushes import what_counts
+from tests.unit.test_server_protocol import EPOCH, RULES, Net, gradient, train
 
 STEPS = 4
 
 
-def let_go(net: Net, dead: int) -> Done:
-    """As the launcher does; how far it was."""
+def act(net: Net, server: int, actions: Iterable[Action], *, dead: int | None = None) -> None:
+    for action in actions:
+        if isinstance(action, Send) and action.to != dead:
+            net._put(False, action.to, server, action.message)
+        elif isinstance(action, Updated):
+            net.records += action.records
+
+
+def lose_some(net: Net, dead: int, randomness: random.Random) -> None:
+    """The worker is dead: nothing comes to it, and of what it has sent to each server the last part does not come."""
+    for way, queue in net.under_way.items():
+        is_request, worker, _ = way
+        if worker == dead:
+            for _ in range(randomness.randint(0, len(queue)) if is_request else len(queue)):
+                queue.pop()
+
+
+def letting_go(net: Net, dead: int) -> Generator[None, None, Done]:
+    """As the launcher does, one server after another. Returns how far the worker was."""
+    said = []
+    for server in net.servers:
+        said.append(server.part_with(dead))
+        yield
+    counts = what_counts(said)
+    for index, server in enumerate(net.servers):
+        act(net, index, server.let_go(dead, counts, 0.0), dead=dead)
+        yield
     for way in [way for way in net.under_way if way[1] == dead]:
         del net.under_way[way]
-    pushes = [server.part_with(dead) for server in net.servers]
-    last = max((push for push in pushes if push is not None), key=lambda push: push.clock, default=None)
-    for index, server in enumerate(net.servers):
-        for action in server.let_go(dead, last, 0.0):
-            if isinstance(action, Send) and action.to != dead:
-                net._put(False, action.to, index, action.message)
-            elif isinstance(action, Updated):
-                net.records += action.records
-    return Done() if last is None else Done(*last.body["done"])
+    return Done() if counts is None else Done(*counts.body["done"])
 
 
 @pytest.mark.parametrize("name", ["bsp", "ssp", "asp"])
@@ -39,20 +58,31 @@ def let_go(net: Net, dead: int) -> Done:
     randomness=st.integers(0, 2**32).map(random.Random),
     num_workers=st.integers(2, 3),
     num_servers=st.integers(1, 3),
-    dies_after=st.integers(0, 40),
+    near=st.sampled_from([0.0, 0.5, 1.0]),
+    dies_after=st.integers(0, 60),
+    lives_on=st.booleans(),
 )
 def test_gradients_count_whole(
-    name: str, randomness: random.Random, num_workers: int, num_servers: int, dies_after: int
+    name: str,
+    randomness: random.Random,
+    num_workers: int,
+    num_servers: int,
+    near: float,
+    dies_after: int,
+    lives_on: bool,
 ) -> None:
     members = Membership.first(num_workers)
-    beside = [[True] * num_servers for _ in range(num_workers)]
-    net = Net((RULES[name](members) for _ in range(num_servers)), beside, randomness=randomness, piece_bytes=1024)
+    beside = [[randomness.random() < near for _ in range(num_servers)] for _ in range(num_workers)]
+    rules = (RULES[name](members) for _ in range(num_servers))
+    net = Net(rules, beside, randomness=randomness, piece_bytes=64, outlives_workers=True)
     dead, done = num_workers - 1, Done()
-    steps, is_asking, living = [0] * num_workers, [False] * num_workers, set(range(num_workers))
+    steps, is_asking = [0] * num_workers, [False] * num_workers
+    living, acting = set(range(num_workers)), set(range(num_workers))
+    launcher: Generator[None, None, Done] | None = None
     num_delivered = 0
 
     def go_on() -> None:
-        for worker in living:
+        for worker in acting:
             client = net.clients[worker]
             if is_asking[worker] and client.is_done:
                 client.require_done()
@@ -66,14 +96,24 @@ def test_gradients_count_whole(
     while True:
         if dead in living and num_delivered == dies_after:
             living.discard(dead)
-            done = let_go(net, dead)
-            go_on()
-        ways = [way for way, queue in net.under_way.items() if queue]
+            launcher = letting_go(net, dead)
+            if not lives_on:
+                acting.discard(dead)
+                lose_some(net, dead, randomness)
+        ways: list[tuple[bool, int, int] | None] = [way for way, queue in net.under_way.items() if queue]
+        ways += [None] if launcher is not None else []
         if not ways:
             break
         way = randomness.choice(ways)
-        net.deliver(way, Message.decode(net.under_way[way].popleft(), epoch=EPOCH))
-        num_delivered += 1
+        if way is not None:
+            net.deliver(way, Message.decode(net.under_way[way].popleft(), epoch=EPOCH))
+            num_delivered += 1
+        elif launcher is not None:
+            try:
+                next(launcher)
+            except StopIteration as end:
+                launcher, done = None, end.value
+                acting.discard(dead)
         go_on()
     assert all(steps[worker] == STEPS for worker in living)
     counted = [{(each.worker, each.clock) for each in net.records if each.server == s} for s in range(num_servers)]
@@ -92,16 +132,17 @@ def test_gradients_count_whole(
     randomness=st.integers(0, 2**32).map(random.Random),
     num_workers=st.integers(1, 3),
     num_servers=st.integers(1, 3),
+    near=st.sampled_from([0.0, 0.5, 1.0]),
     joins_after=st.integers(0, 30),
 )
 def test_whoever_joins_is_in_the_same_updates_on_all_servers(
-    name: str, randomness: random.Random, num_workers: int, num_servers: int, joins_after: int
+    name: str, randomness: random.Random, num_workers: int, num_servers: int, near: float, joins_after: int
 ) -> None:
     """Between any two messages, the servers one after another."""
     joiner = num_workers
     rules = (RULES[name](Membership.first(num_workers)) for _ in range(num_servers))
-    beside = [[True] * num_servers for _ in range(num_workers + 1)]
-    net = Net(rules, beside, randomness=randomness, piece_bytes=1024)
+    beside = [[randomness.random() < near for _ in range(num_servers)] for _ in range(num_workers + 1)]
+    net = Net(rules, beside, randomness=randomness, piece_bytes=64, outlives_workers=True)
     steps, asked = [0] * (num_workers + 1), [""] * (num_workers + 1)
     members, num_delivered, clocks = list(range(num_workers)), 0, list[int]()
     begins, told = -1, 0
@@ -121,19 +162,12 @@ def test_whoever_joins_is_in_the_same_updates_on_all_servers(
             else:
                 net.ask(worker, client.leave())
 
-    def act(server: int, actions: Iterable[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Send):
-                net._put(False, action.to, server, action.message)
-            elif isinstance(action, Updated):
-                net.records += action.records
-
     go_on()
     while True:
         if num_delivered >= joins_after and len(clocks) < num_servers:
             clocks.append(net.servers[len(clocks)].expect(joiner))
         elif len(clocks) == num_servers and told < num_servers:
-            act(told, net.servers[told].let_in(joiner, max(clocks), 0.0))
+            act(net, told, net.servers[told].let_in(joiner, max(clocks), 0.0))
             told += 1
             if told == num_servers:
                 net.ask(joiner, net.clients[joiner].wait(pause_at=2**60))
@@ -156,3 +190,14 @@ def test_whoever_joins_is_in_the_same_updates_on_all_servers(
     assert not net.errors
     values = {round(float(value), 4) for tensor in net.views(0) for value in tensor.reshape(-1)}
     assert len(values) == 1
+
+
+def test_pieces_that_count_whole_do_not_wait_for_each_others_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do where only a few are under way."""
+    for module in (client_core, server_core):
+        monkeypatch.setattr(module, "FRAME_BYTES", 16)
+    rules = [RULES["bsp"](Membership.first(2)) for _ in range(2)]
+    beside = [[True, False], [False, False]]
+    net = Net(rules, beside, randomness=random.Random(0), piece_bytes=16, outlives_workers=True)
+    assert train(net, 3) == [3, 3]
+    assert not net.errors

@@ -37,16 +37,23 @@ class Net:
 
     Args:
         beside: of each worker, whether each server is on its host.
+        outlives_workers: these may die.
     """
 
     def __init__(
-        self, rules: Iterable[AdmissionRule], beside: list[list[bool]], *, randomness: random.Random, piece_bytes: int
+        self,
+        rules: Iterable[AdmissionRule],
+        beside: list[list[bool]],
+        *,
+        randomness: random.Random,
+        piece_bytes: int,
+        outlives_workers: bool = False,
     ) -> None:
         rules = list(rules)
         self.servers = [ServerCore(index=index, epoch=EPOCH) for index in range(len(rules))]
         ranges = cut(LAYOUT, num_servers=len(rules), whole_tensors=False, piece_bytes=piece_bytes)
         for server, pieces, rule in zip(self.servers, ranges, rules, strict=True):
-            server.configure(ServerSpec(LAYOUT, pieces, SPEC, rule, None))
+            server.configure(ServerSpec(LAYOUT, pieces, SPEC, rule, None, outlives_workers=outlives_workers))
         self.clients = [ClientCore(rank=rank, epoch=EPOCH, beside=each) for rank, each in enumerate(beside)]
         self.buffers = [[torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(2)] for _ in beside]
         self.under_way: dict[tuple[bool, int, int], deque[list[Any]]] = {}

@@ -1,7 +1,7 @@
 """A worker's store: one request to each server, answered when the worker may go on."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor
 
@@ -21,6 +21,15 @@ from paceline.server.tables.spec import TableSpec
 Configure = Callable[[Layout, OptimizerSpec, Sequence[KeyRange]], None]
 
 
+class Joins(NamedTuple):
+    """A worker comes to servers that serve others already, and have the model."""
+
+    rank: int
+    """As servers know it; the collective knows it alone."""
+    in_pieces: bool
+    """Servers hold their ranges in pieces, since some worker was on another host than one of them at the start."""
+
+
 @final
 class ServerGroup(Store):
     """Speaks to every server at once.
@@ -30,8 +39,7 @@ class ServerGroup(Store):
         collective: of the workers, for the hand-over at the start.
         configure: has every server build its shards; called by rank 0.
         epoch: of the membership.
-        rank: as servers know this worker; none: its rank in the collective.
-        joins: the servers serve others already, and have the model.
+        joins: where this worker comes later than others.
     """
 
     def __init__(
@@ -41,15 +49,14 @@ class ServerGroup(Store):
         collective: Collective,
         configure: Configure,
         epoch: int,
-        rank: int | None = None,
-        joins: bool = False,
+        joins: Joins | None = None,
     ) -> None:
         self.timing = Timing()
         self._carrier, self._collective, self._configure, self._epoch = carrier, collective, configure, epoch
         self._joins = joins
         self._standing: Callable[[], str | None] | None = None
         self._client = ClientCore(
-            rank=collective.rank if rank is None else rank,
+            rank=collective.rank if joins is None else joins.rank,
             epoch=epoch,
             beside=carrier.beside,
             carries_bytes=carrier.carries_bytes,
@@ -73,13 +80,14 @@ class ServerGroup(Store):
             require_some_for_each(layout, num_servers=len(self._carrier.beside), whole_tensors=whole)
         # Between hosts a piece is updated, and sent back, while the next one arrives; on one host nothing is gained.
         is_remote = any(self._collective.all_gather_object(not all(self._carrier.beside)))
+        in_pieces = is_remote if self._joins is None else self._joins.in_pieces
         ranges = cut(
             layout,
             num_servers=len(self._carrier.beside),
             whole_tensors=whole,
-            piece_bytes=FRAME_BYTES if is_remote else None,
+            piece_bytes=FRAME_BYTES if in_pieces else None,
         )
-        if self._collective.rank == 0 and not self._joins:
+        if self._collective.rank == 0 and self._joins is None:
             self._configure(layout, spec, ranges)
         self._collective.barrier()
         bodies = self._carrier.bodies(parameters, gradients)
@@ -97,7 +105,7 @@ class ServerGroup(Store):
         self.is_coded = any(self._collective.all_gather_object(self._client.is_coded))
         self._carrier.attached(self._client, layout, spec, self._client.attached())
         self._collective.barrier()
-        if not self._joins:
+        if self._joins is None:
             self._initialise(iteration=0)
 
     def expect_alike(self) -> None:

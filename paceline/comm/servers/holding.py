@@ -133,9 +133,9 @@ class Holding:
             gradients = [self.neighbours[self.identity_of(rank)].gradients for rank in ranks]
             self._lending.lend(self.core.parts, gradients)
 
-    def let_go(self, worker: int, last_push: Message | None) -> None:
+    def let_go(self, worker: int, counts: Message | None) -> None:
         """As `ServerCore.let_go`. The worker's memory stays, since what it has given may be read yet."""
-        actions = self.core.let_go(worker, last_push, time.perf_counter())
+        actions = self.core.let_go(worker, counts, time.perf_counter())
         self._do(action for action in actions if not (isinstance(action, Send) and action.to == worker))
 
     def let_in(self, worker: int, clock: int) -> None:

@@ -37,7 +37,8 @@ def can_lend(spec: ServerSpec) -> bool:
     is_small = layout.num_bytes <= FRAME_BYTES
     is_plain = spec.rule.is_plain and spec.aggregator == MEAN and optimizer.optimizer_class in STEPS_IN_PLACE
     is_single_or_double = all(segment.dtype in (torch.float32, torch.float64) for segment in layout.segments)
-    return spec.may_lend and mutex.IS_AVAILABLE and is_whole and is_small and is_plain and is_single_or_double
+    is_lasting = not spec.outlives_workers
+    return is_lasting and mutex.IS_AVAILABLE and is_whole and is_small and is_plain and is_single_or_double
 
 
 @final

@@ -17,6 +17,7 @@ from paceline.messages import Message
 from paceline.records import NullReporter, Reporter
 from paceline.server.chains import Chain
 from paceline.server.spec import ServerSpec
+from paceline.server.whole_pushes import Parted
 
 POLL_S = 0.1
 _ERRAND_S = 20.0
@@ -118,14 +119,14 @@ class ParameterService:
         self._changed.append(chain)
         self._bell.ring()
 
-    def part_with(self, worker: int) -> Message | None:
+    def part_with(self, worker: int) -> Parted:
         """As `ServerCore.part_with`, once all is done that the worker had asked; called from another thread, for the
         one optimizer of a run."""
         return self._sent_on_errand(lambda: self._first.core.part_with(worker))
 
-    def let_go(self, worker: int, last_push: Message | None) -> None:
+    def let_go(self, worker: int, counts: Message | None) -> None:
         """As `ServerCore.let_go`; called from another thread."""
-        self._sent_on_errand(lambda: self._first.let_go(worker, last_push))
+        self._sent_on_errand(lambda: self._first.let_go(worker, counts))
 
     def expect(self, worker: int) -> int:
         """Has this server's loop call `ServerCore.expect`. May be called from another thread."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.comm.base import Collective
 from paceline.comm.rank_errors import ALIKE
 from paceline.comm.servers.carrier import Carrier, Conversation, Turn
-from paceline.comm.servers.group import Configure, ServerGroup
+from paceline.comm.servers.group import Configure, Joins, ServerGroup
 from paceline.comm.servers.holding import identity_of
 from paceline.comm.servers.line import BellAddress, WorkerLine
 from paceline.comm.servers.loan import Loan
@@ -76,7 +76,7 @@ def connect_servers(
     deadline_s: float | None,
     number: int = 0,
     moves: Moves | None = None,
-    joins_as: int | None = None,
+    joins: Joins | None = None,
 ) -> ServerGroup:
     """A worker's store.
 
@@ -89,22 +89,19 @@ def connect_servers(
         deadline_s: how long servers may all be silent while an answer is due; none: for ever.
         number: of the run's optimizer that it is for.
         moves: where servers have replicas, of those that have died; else a server that is gone is an error at once.
-        joins_as: this worker's rank, where it joins others that train, whom the collective does not know.
+        joins: where this worker joins others that train, whom the collective does not know.
     """
-    rank = collective.rank if joins_as is None else joins_as
     carrier = SocketCarrier(
         keys,
         servers,
-        rank=rank,
+        rank=collective.rank if joins is None else joins.rank,
         num_workers=collective.size,
         epoch=epoch,
         deadline_s=deadline_s,
         number=number,
         moves=moves,
     )
-    return ServerGroup(
-        carrier, collective=collective, configure=configure, epoch=epoch, rank=rank, joins=joins_as is not None
-    )
+    return ServerGroup(carrier, collective=collective, configure=configure, epoch=epoch, joins=joins)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.members import Members
 from paceline.errors import RunFailed
 from paceline.messages import Kind
+from paceline.server.whole_pushes import what_counts
 
 _ANSWER_S = 20.0
 
@@ -31,16 +32,15 @@ class LettingGo:
         """Of the data, which each worker has begun last, by its name."""
 
     def let_go(self, rank: int) -> None:
-        """This worker is gone. What some server has got of its last gradient, all are to have: then it counts, whole.
-        What it has done is known before servers go on, and so before anybody asks what is left."""
+        """This worker is gone. Its last gradient counts on all servers, or on none. What it has done is known before
+        servers go on, and so before anybody asks what is left."""
         servers = list(self._members.servers.values())
-        pushes = self._ask([server.part_with.remote(rank) for server in servers])
-        last = max((push for push in pushes if push is not None), key=lambda push: push.clock, default=None)
-        done = Done(*last.body["done"]) if last is not None else Done()
+        counts = what_counts(self._ask([server.part_with.remote(rank) for server in servers]))
+        done = Done(*counts.body["done"]) if counts is not None else Done()
         self._lanes = self._lanes.gone(rank, done)
         self._in_lane.discard(rank)
         self._controller.event("let_go", f"worker-{rank}", **done._asdict())
-        self._ask([server.let_go.remote(rank, last) for server in servers])
+        self._ask([server.let_go.remote(rank, counts) for server in servers])
 
     def let_in(self, rank: int) -> None:
         """This worker takes part from here on. A server that expects it makes no further bsp update without it, so that

@@ -29,7 +29,6 @@ class Newcomers:
         spec: what the run began with.
         program: as Ray keeps it.
         environment: variables that they are given.
-        stay_here: they all start on this host.
         say: shows a line where the run was started.
     """
 
@@ -44,10 +43,8 @@ class Newcomers:
         spec: WorldSpec,
         program: Any,
         environment: Mapping[str, str],
-        stay_here: bool,
         say: Callable[[str], None],
     ) -> None:
-        self._stay_here = stay_here
         self._elastic, self._survival, self._controller = elastic, survival, controller
         self._members, self._watch, self._say = members, watch, say
         self._spec, self._program, self._environment = spec, program, environment
@@ -144,8 +141,7 @@ class Newcomers:
 
     def _least_loaded(self) -> Node:
         """A host of the cluster, which may have come since. A launcher within a placement group stays on its own."""
-        stays_here = self._stay_here or ray.util.get_current_placement_group() is not None
-        hosts = nodes()[:1] if stays_here else nodes()
+        hosts = nodes()[:1] if ray.util.get_current_placement_group() is not None else nodes()
         doubtful = set(self._places_of(self._controller.expelled))
         while True:
             node = least_loaded(hosts, self._num_workers, doubtful=doubtful)
@@ -168,7 +164,9 @@ class Newcomers:
         if is_here:
             self._watch.add(name, info.pid)
         self._survival.add(name, info.pid, is_here=is_here)
-        newcomer = Newcomer(rank, max(1, info.num_cores // self._num_workers[info.node_id]))
+        newcomer = Newcomer(
+            rank, max(1, info.num_cores // self._num_workers[info.node_id]), in_pieces=self._spec.is_apart
+        )
         spec = replace(self._spec, workers=(info,), is_resumed=False, newcomer=newcomer)
         members.pending[members.actors[name].run.remote(spec, rank, self._program, self._launcher, [])] = name
 

@@ -20,6 +20,7 @@ from paceline.messages import Kind, Message
 from paceline.server.chains import Chain, to_body
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec, ServerSpec
+from paceline.server.whole_pushes import Parted
 
 
 @final
@@ -66,13 +67,13 @@ class ServerActor:
         finally:
             self._line.close()
 
-    def part_with(self, worker: int) -> Message | None:
+    def part_with(self, worker: int) -> Parted:
         """As `ParameterService.part_with`."""
         return self._built.part_with(worker)
 
-    def let_go(self, worker: int, last_push: Message | None) -> None:
+    def let_go(self, worker: int, counts: Message | None) -> None:
         """As `ParameterService.let_go`."""
-        self._built.let_go(worker, last_push)
+        self._built.let_go(worker, counts)
 
     def expect(self, worker: int) -> int:
         """As `ParameterService.expect`."""
@@ -116,7 +117,7 @@ def configure(
         for pieces in ranges
     ]
     if spec.config.elastic is not None:
-        specs = [replace(each, may_lend=False) for each in specs]
+        specs = [replace(each, outlives_workers=True) for each in specs]
     if spec.chains is None:
         ray.get([server.configure.remote(own) for server, own in zip(servers, specs, strict=True)])
         return

@@ -133,15 +133,14 @@ class Supervisor:
         program = ray.put(job.program)  # put once, fetched by each worker: a function may bring data along
         elastic, letting_go = job.config.elastic, None
         if elastic is not None:
-            elsewhere = {name for name, info in members.infos.items() if info.node_id != own_node_id()}
+            workers_elsewhere = {
+                name
+                for name, info in members.infos.items()
+                if isinstance(info, WorkerInfo) and info.node_id != own_node_id()
+            }
             if uses_cuda:
                 raise UsageError("--elastic is for workers on CPUs so far; leave it out, or use --device cpu")
             if self._traits.outlives_workers:
-                if elsewhere:
-                    raise UsageError(
-                        "--elastic under servers is for one host so far: of what a worker elsewhere pushes, half may "
-                        "be lost with it; leave --elastic out, or --address"
-                    )
                 letting_go = self._letting_go = LettingGo(
                     self._controller, members, num_workers=spec.size, say=self._say
                 )
@@ -152,7 +151,7 @@ class Supervisor:
                 # Under servers the others may have many steps to go to where they meet; see `_require_steps`.
                 deadline_s=math.inf if letting_go is not None else job.config.deadline_s,
                 pids={name: info.pid for name, info in members.infos.items()},
-                elsewhere=elsewhere,
+                elsewhere=workers_elsewhere,
                 letting_go=letting_go,
                 say=self._say,
             )
@@ -165,7 +164,6 @@ class Supervisor:
                 spec=spec,
                 program=program,
                 environment=job.environment,
-                stay_here=letting_go is not None,
                 say=self._say,
             )
             if self._wanted is not None:
@@ -276,7 +274,7 @@ class Supervisor:
             if not survival.has_begun:
                 return
         try:
-            for name in sorted(members.dead):
+            for name in sorted(members.dead - members.servers.keys()):  # servers' deaths end the run
                 if name in self._controller.gone | survival.left:
                     survival.end(name)
                 else:

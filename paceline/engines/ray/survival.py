@@ -242,10 +242,10 @@ class Survival:
         coordinator = self._coordinator
         if coordinator.giver is None:
             return
-        they = (coordinator.giver, *coordinator.joining)
-        is_far = any(f"worker-{rank}" in self._elsewhere for rank in they)
         # Under servers nobody knows who comes to another batch, and each has a lane.
-        for rank in (coordinator.giver,) if self._letting_go is None else coordinator.living:
+        givers = (coordinator.giver,) if self._letting_go is None else coordinator.living
+        is_far = any(f"worker-{rank}" in self._elsewhere for rank in (*givers, *coordinator.joining))
+        for rank in givers:
             self._controller.tell(f"worker-{rank}", Kind.GIVE, ranks=list(coordinator.joining), is_far=is_far)
 
     def _tell_to_ask_again(self, rank: int) -> None:

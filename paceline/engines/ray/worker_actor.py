@@ -18,6 +18,7 @@ from paceline.comm.connecting import connect_members, gpu_identity, needs_store
 from paceline.comm.mailbox import Mailbox
 from paceline.comm.meeting import exchange
 from paceline.comm.run_store import RunStore
+from paceline.comm.servers.group import Joins
 from paceline.comm.servers.sockets import Move, Moves, connect_servers
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.socket_mailbox import SocketMailbox
@@ -178,7 +179,7 @@ class WorkerActor:
                 deadline_s=spec.config.deadline_s,
                 number=number,
                 moves=moves if spec.chains is not None else None,
-                joins_as=None if newcomer is None else rank,
+                joins=None if newcomer is None else Joins(rank, newcomer.in_pieces),
             )
             ends.add(store)
             return store

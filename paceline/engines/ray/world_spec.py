@@ -41,6 +41,8 @@ class Newcomer:
 
     rank: int
     num_threads: int
+    in_pieces: bool
+    """Servers hold their ranges in pieces."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ class WorldSpec:
     @property
     def num_hosts(self) -> int:
         return len({worker.node_id for worker in self.workers})
+
+    @property
+    def is_apart(self) -> bool:
+        """Some server is on another host than some worker."""
+        return len({*(each.node_id for each in self.workers), *(each.node_id for each in self.servers)}) > 1
 
     def num_threads(self, rank: int) -> int:
         """A worker computes with its share of its host's cores.

@@ -218,6 +218,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(strategy: str, at: int, tmp_p
     assert resumed["losses"][-1] == whole["losses"][-1]
 
 
+def test_one_worker_trains_by_itself(tmp_path: Path) -> None:
+    own, settings = tmp_path / "own", {"batch_size": GLOBAL_BATCH, **in_order()}
+    local_engine.run(partial(train, own, **settings), strategy="single", workers=1, out=own)
+    found, expected = json.loads((own / "found-0.json").read_text()), alone(tmp_path / "plain", **in_order())
+    assert found["weights"] == expected["weights"]
+
+
 ROUNDS = {"logging_strategy": "epoch", "save_strategy": "epoch", **SGD}
 
 

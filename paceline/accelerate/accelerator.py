@@ -33,7 +33,7 @@ def _together(
 
     @wraps(method)
     def inside(self: "Accelerator", *arguments: Parameters.args, **settings: Parameters.kwargs) -> Found:
-        with self._meeting(method.__name__):
+        with self.meeting(f"accelerator.{method.__name__}"):
             return method(self, *arguments, **settings)
 
     return cast(Callable[Concatenate["Accelerator", Parameters], Found], inside)
@@ -58,7 +58,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         self._worker = paceline.init()
-        require_possible(self._worker.strategy, knows_rounds=True)
+        require_possible(self._worker.strategy)
         join_group(self._worker)
         is_cpu = self._worker.device.type == "cpu"
         if settings.setdefault("cpu", is_cpu) != is_cpu:
@@ -71,7 +71,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.split_batches or self.dispatch_batches:
             raise UsageError("split_batches, dispatch_batches: each worker takes batches of its own; leave them out")
         self._training: TrainingLoader | None = None
-        self._rounds: RoundBatches | None = None  # where there are clients
+        self.rounds: RoundBatches | None = None
+        """The training data where there are clients, from `prepare` on."""
         self._beside: tuple[nn.Module | Optimizer, ...] = ()
         self._known: set[int] = set()  # optimizers that exchange
         self._loads_from: Path | None = None
@@ -115,9 +116,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._known = {id(optimizer) for optimizer in optimizers}
         batches = cast(ShardedLoader, prepared)
         if batches.roster is not None:
-            self._rounds = RoundBatches(batches, size=self._worker.size, is_over=lambda: self._worker.is_over)
+            self.rounds = RoundBatches(batches, size=self._worker.size, is_over=lambda: self._worker.is_over)
         device = self.device if self.device_placement else None
-        self._training = TrainingLoader(batches if self._rounds is None else self._rounds, device)
+        self._training = TrainingLoader(batches if self.rounds is None else self.rounds, device)
         return self._training
 
     def prepare_model(
@@ -148,10 +149,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     # --- what all workers do together ---------------------------------------------------------------------------
 
-    def _meeting(self, place: str) -> AbstractContextManager[None]:
-        if self._rounds is not None:
-            self._rounds.require_between(f"accelerator.{place}")
-        return self._worker.meeting(f"accelerator.{place}")
+    def meeting(self, place: str) -> AbstractContextManager[None]:
+        """As `worker.meeting`, where a pass over the training loader may be a round of clients."""
+        if self.rounds is not None:
+            self.rounds.require_between(place)
+        return self._worker.meeting(place)
 
     @_together
     def gather(self, tensor: Any) -> Any:
@@ -179,7 +181,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        with self._meeting("main_process_first"), super().main_process_first():
+        with self.meeting("accelerator.main_process_first"), super().main_process_first():
             yield
 
     # --- checkpoints --------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self._training is None:
             yield
             return
-        with self._meeting("global_model"), self._worker.global_model():
+        with self.meeting("accelerator.global_model"), self._worker.global_model():
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -208,8 +210,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def load_state(self, *arguments: Any, **settings: Any) -> Any:
         """Does what Accelerate's does. Call it before the first batch; training goes on at the place in the data where
         `save_state` was called."""
-        if self._rounds is not None:
-            self._rounds.begin_at()
+        if self.rounds is not None:
+            self.rounds.begin_at()
         self._loads_from = None
         super().load_state(*arguments, **settings)
         if self._training is not None and self._loads_from is not None:

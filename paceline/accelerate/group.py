@@ -21,13 +21,16 @@ def join_group(worker: Worker) -> None:
     world = current()
     assert world is not None
     described = {
-        "RANK": str(worker.rank),
-        "WORLD_SIZE": str(worker.size),
-        "LOCAL_RANK": str(worker.local_rank),
-        "LOCAL_WORLD_SIZE": str(world.context.local_size),
         "ACCELERATE_TORCH_DEVICE": str(worker.device),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads())),  # else it is set anew
     }
+    if worker.size > 1:  # one by itself would look for others
+        described |= {
+            "RANK": str(worker.rank),
+            "WORLD_SIZE": str(worker.size),
+            "LOCAL_RANK": str(worker.local_rank),
+            "LOCAL_WORLD_SIZE": str(world.context.local_size),
+        }
     if described.items() <= os.environ.items() and (worker.size == 1 or distributed.is_initialized()):
         return
     if world.store is not None and "MASTER_ADDR" not in os.environ:  # by its network the group goes, too

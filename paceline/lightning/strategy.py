@@ -44,7 +44,7 @@ class StrategyBody(WorldBody):
 
     def __init__(self, strategy: str | None = None, **plugins: Any) -> None:
         self._worker = paceline.init()
-        require_possible(self._worker.strategy, knows_rounds=True)
+        require_possible(self._worker.strategy)
         require_strategy(self._worker, strategy)
         self._in_place = ExitStack()
         self._loaded: Tensor | None = None  # the run's part of the checkpoint to go on from

@@ -7,19 +7,10 @@ from paceline.strategies.base import Strategy
 from paceline.training.worker import Worker
 
 
-def require_possible(strategy: Strategy, *, knows_rounds: bool = False) -> None:
-    """Raises UsageError for a run whose loop must be the script's.
-
-    Args:
-        knows_rounds: the framework's epochs may differ in length, so that one may be a round of clients.
-    """
+def require_possible(strategy: Strategy) -> None:
+    """Raises UsageError for a run whose loop must be the script's."""
     world = current()
     assert world is not None
-    if strategy.participation() is not None and not knows_rounds:
-        raise UsageError(
-            f"{name_of(strategy)}: rounds of clients differ in length, and this framework counts all steps beforehand, "
-            "by the length of one epoch; use Lightning, Accelerate or a loop of your own, or a strategy without clients"
-        )
     if strategy.traits.by_script:
         raise UsageError(f"{name_of(strategy)} has the script itself exchange; choose another strategy")
     if world.config.elastic is not None:

@@ -1,8 +1,7 @@
-"""Transformers' Trainer under Paceline's strategies: `from paceline.transformers import Trainer, TrainingArguments` is
-the changed line. Nothing else in Paceline imports this.
+"""Transformers' Trainer under Paceline's strategies: `trainer.add_callback(PacelineCallback(trainer))` is the line that
+a script gets. Nothing else in Paceline imports this.
 """
 
-from paceline.transformers.arguments import TrainingArguments
-from paceline.transformers.trainer import Trainer
+from paceline.transformers.callback import PacelineCallback
 
-__all__ = ["Trainer", "TrainingArguments"]
+__all__ = ["PacelineCallback"]

@@ -1,5 +1,7 @@
-"""Transformers' Trainer, whose optimizer exchanges as the run's strategy says."""
+"""What a Trainer does otherwise in a run of Paceline's."""
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -7,44 +9,44 @@ from unittest.mock import patch
 import torch
 import transformers
 from accelerate import skip_first_batches
-from transformers.trainer_utils import SaveStrategy
 
-import paceline
 from paceline.accelerate import Accelerator
 from paceline.accelerate.loader import TrainingLoader
 from paceline.accelerate.weights import apart
 from paceline.durable import whole
 from paceline.errors import UsageError
-from paceline.transformers.arguments import TrainingArguments
+from paceline.training.sharding import RoundBatches
+from paceline.training.worker import Worker
 
 _FILE = "paceline.bin"
+_Base: Any = object
 
 
-class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """Trains under the strategy of the run that started the script: `paceline run script.py --strategy ps-asp`.
-
-    What is evaluated, predicted and saved is the strategy's global model. Where it logs, evaluates or saves, all
-    workers wait for each other, also where they run free between. Checkpoints are Transformers' own, with Paceline's
-    part beside.
-
-    Args:
-        settings: Transformers' own. `args` are `paceline.transformers.TrainingArguments`.
+class TrainerBody(_Base):  # type: ignore[misc]
+    """Stands before a Trainer's own class, whose optimizer then exchanges as the run's strategy says.
 
     Raises:
         UsageError: the script asks for something that the run cannot give.
     """
 
     accelerator: Accelerator
+    _worker: Worker
+    _callback: Any
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        self._worker = paceline.init()
-        super().__init__(*arguments, **settings)
-        if not isinstance(self.args, TrainingArguments):
-            raise UsageError(
-                "Trainer(args=...): take them from paceline, which tells Transformers of the run's workers: "
-                "from paceline.transformers import Trainer, TrainingArguments"
-            )
-        self.add_callback(_EndOfRun())
+    def begin(self, worker: Worker, callback: Any) -> None:
+        """What the Trainer has made for one process is made anew."""
+        self._worker, self._callback = worker, callback
+        config = self.args.accelerator_config.gradient_accumulation_kwargs
+        if config is not None:
+            config.pop("num_steps", None)  # the Trainer has put it there, and refuses to find it
+        self.args.__dict__.pop("_setup_devices", None)  # found where there were no workers
+        device = self.args.device  # which finds them, before the accelerator does
+        self.create_accelerator_and_postprocess()
+        self._train_batch_size = self.args.train_batch_size
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        if self.place_model_on_device:
+            self._move_model_to_device(self.model, device)
 
     def create_accelerator_and_postprocess(self) -> None:
         with patch.object(transformers.trainer, "Accelerator", Accelerator):
@@ -54,6 +56,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """The run's loader, which needs the optimizer: it is made here, and not after."""
+        if self._callback not in self.callback_handler.callbacks:
+            raise UsageError(
+                "PacelineCallback(trainer) is not among the Trainer's callbacks, by which it notices the run's end: "
+                "trainer.add_callback(PacelineCallback(trainer))"
+            )
         self.create_optimizer()
         with self.accelerator.training(self.model, self.optimizer):
             loader = super().get_train_dataloader()
@@ -62,22 +69,61 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "average_tokens_across_devices counts all workers' tokens alike, and the last batch of an epoch is "
                 "smaller on some; set dataloader_drop_last=True, or average_tokens_across_devices=False"
             )
+        if self.accelerator.rounds is not None:
+            self._require_whole_rounds()
         return loader
 
     def _counts_tokens(self) -> bool:
         return bool(self.model_accepts_loss_kwargs or self.compute_loss_func)
 
-    def _run_epoch(self, *arguments: Any, **settings: Any) -> None:
+    def _run_epoch(self, **settings: Any) -> None:
+        rounds = self.accelerator.rounds
+        if rounds is not None:
+            settings |= {"steps_in_epoch": len(rounds), "num_update_steps_per_epoch": self._num_steps(len(rounds))}
         with patch.object(transformers.trainer, "skip_first_batches", _begin_at):
-            super()._run_epoch(*arguments, **settings)
+            super()._run_epoch(**settings)
+        if self._worker.is_over:  # there is no batch in another epoch
+            self.control.should_training_stop = True
 
-    def _maybe_log_save_evaluate(self, *arguments: Any, **settings: Any) -> None:
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *arguments: Any, **settings: Any) -> None:
         """All workers do so together: at the same of their own steps."""
         due = [work for work in ("log", "evaluate", "save") if getattr(self.control, f"should_{work}")]
         if not due:
             return
-        with self._worker.meeting(f"the Trainer's place to {' and '.join(due)}"):
-            super()._maybe_log_save_evaluate(*arguments, **settings)
+        with self.accelerator.meeting(f"the Trainer's place to {' and '.join(due)}"):
+            if self.accelerator.rounds is not None:
+                self._weigh(tr_loss)
+            super()._maybe_log_save_evaluate(tr_loss, *arguments, **settings)
+
+    # --- rounds of clients, each of which is an epoch -----------------------------------------------------------
+
+    def _require_whole_rounds(self) -> None:
+        args = self.args
+        strategies = (args.logging_strategy, args.eval_strategy, args.save_strategy)
+        if "steps" in strategies or args.logging_first_step or args.max_steps > 0 or args.num_train_epochs % 1:
+            raise UsageError(
+                "with clients an epoch is a round, in which workers take different numbers of steps: set "
+                "logging_strategy, eval_strategy and save_strategy to 'epoch' or 'no', leave max_steps and "
+                "logging_first_step out, and give num_train_epochs, a whole number of rounds"
+            )
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        """This worker's steps of all rounds, by which schedulers count."""
+        values = super().set_initial_training_values(args, dataloader)
+        rounds = self.accelerator.rounds
+        return values if rounds is None else (*values[:-1], self._num_steps_of(rounds, range(values[0])))
+
+    def _num_steps_of(self, rounds: RoundBatches, numbers: Iterable[int]) -> int:
+        return sum(self._num_steps(rounds.num_batches(number)) for number in numbers)
+
+    def _num_steps(self, num_batches: int) -> int:
+        return math.ceil(num_batches / int(self.args.gradient_accumulation_steps))
+
+    def _weigh(self, tr_loss: torch.Tensor) -> None:
+        """The sum of this worker's losses: the first worker reports the mean of these sums over its own steps, and is
+        to report the mean over all workers' steps."""
+        steps = self._worker.all_gather_object(self.state.global_step - self._globalstep_last_logged)
+        tr_loss *= steps[0] * len(steps) / max(1, sum(steps))
 
     # --- the global model ---------------------------------------------------------------------------------------
 
@@ -111,6 +157,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.state.global_step = own_step
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self.accelerator.rounds is not None:
+            self.accelerator.rounds.begin_at()
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
@@ -121,27 +169,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "save_only_model; begin a new run from its weights, with from_pretrained"
             )
         self._worker.load_run_state(path.read_bytes())
-
-
-class _EndOfRun(transformers.TrainerCallback):  # type: ignore[misc]
-    """Training is over when the run is. Workers that have come to its end at different steps log, evaluate and save
-    together where the epoch ends, as it then does for all."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        worker = paceline.init()
-        if not worker.is_over:
-            return
-        control.should_training_stop = True
-        if not worker.strategy.traits.lock_step:
-            control.should_log = control.should_evaluate = control.should_save = False
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        worker = paceline.init()
-        if not worker.is_over:
-            return
-        control.should_training_stop = True
-        if args.save_strategy == SaveStrategy.STEPS and not worker.strategy.traits.lock_step:
-            control.should_save = True
 
 
 def _begin_at(loader: Any, num_batches: int) -> Any:

@@ -11,9 +11,15 @@ from pathlib import Path
 
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
-from transformers import DistilBertConfig, DistilBertForSequenceClassification, EvalPrediction
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    EvalPrediction,
+    Trainer,
+    TrainingArguments,
+)
 
-from paceline.transformers import Trainer, TrainingArguments  # was: from transformers import Trainer, TrainingArguments
+from paceline.transformers import PacelineCallback
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sentences import LENGTH, NUM_TOPICS, NUM_WORDS, sentences
@@ -66,6 +72,7 @@ def main() -> None:
         eval_dataset=Named(sentences(512, seed=1)),
         compute_metrics=accuracy,
     )
+    trainer.add_callback(PacelineCallback(trainer))  # the only line that is not Transformers'
     trainer.train(resume_from_checkpoint=str(arguments.resume) if arguments.resume else None)
     found = trainer.evaluate()
     if trainer.is_world_process_zero():

@@ -150,6 +150,8 @@ def test_a_pass_is_a_round_of_clients(tmp_path: Path) -> None:
         "of three clients one worker plays two; each has two batches"
     )
     assert found["found"] == other["found"]
+    with pytest.raises(RunFailed, match="begin a new run from the weights"):
+        trained(tmp_path / "resumed", "fed-avg:clients=6:fraction=0.5", resumes=tmp_path / "4")
 
 
 @pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "gossip"])

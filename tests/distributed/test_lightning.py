@@ -221,6 +221,8 @@ def test_an_epoch_is_a_round_of_clients(tmp_path: Path) -> None:
     model = made("lightning.pytorch")
     model.load_state_dict(saved)
     assert loss_of(model) == pytest.approx(found["tested"]["val_loss"], rel=1e-4)
+    with pytest.raises(RunFailed, match="begin a new run from the weights"):
+        trained(tmp_path / "resumed", "fed-avg:clients=6:fraction=0.5", resumes=tmp_path / "end.ckpt")
 
 
 @pytest.mark.parametrize("strategy", LOCK_STEP[:2])

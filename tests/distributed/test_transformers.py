@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
+import paceline
 from paceline.errors import RunFailed
 from tests.conformance import local_engine
 from tests.forks import having_loaded
@@ -94,11 +95,19 @@ def train(
     slows_rank: int | None = None,
     **arguments: Any,
 ) -> None:
-    """The script, with its one line changed or not."""
-    if is_plain:
-        from transformers import Trainer, TrainingArguments
-    else:
-        from paceline.transformers import Trainer, TrainingArguments  # type: ignore[assignment]
+    """The script, with its one more line or without."""
+    from transformers import Trainer, TrainingArguments
+
+    losses = []
+
+    class Own(Trainer):
+        """As scripts have it that add something."""
+
+        def training_step(self, *arguments: Any, **settings: Any) -> Tensor:
+            loss = super().training_step(*arguments, **settings)
+            losses.append([int(self.state.epoch or 0), float(loss)])
+            return loss
+
     torch.manual_seed(0)
     settings = {
         "num_train_epochs": EPOCHS,
@@ -112,7 +121,7 @@ def train(
         "use_cpu": True,
         **arguments,
     }
-    trainer = Trainer(
+    trainer = Own(
         model=model(),
         args=TrainingArguments(str(out / "trainer"), **settings),
         train_dataset=Samples(samples),
@@ -121,6 +130,10 @@ def train(
             accuracy(found) | {"sum": sum(float(each.sum()) for each in trainer.model.parameters())}
         ),
     )
+    if not is_plain:
+        from paceline.transformers import PacelineCallback
+
+        trainer.add_callback(PacelineCallback(trainer))
     if trainer.args.process_index == slows_rank:
         trainer.model.register_forward_pre_hook(lambda *_: time.sleep(0.1))
     trainer.train(resume_from_checkpoint=str(resumes) if resumes is not None else None)
@@ -128,6 +141,7 @@ def train(
     said = {
         "weights": [parameter.flatten().tolist() for parameter in trainer.model.parameters()],
         "found": [[entry["eval_accuracy"], entry["eval_sum"]] for entry in logged],
+        "own_losses": losses,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "steps": trainer.state.global_step,
         "epochs": trainer.state.epoch,
@@ -204,6 +218,61 @@ def test_a_resumed_run_equals_an_uninterrupted_one(strategy: str, at: int, tmp_p
     assert resumed["losses"][-1] == whole["losses"][-1]
 
 
+def test_one_worker_trains_by_itself(tmp_path: Path) -> None:
+    own, settings = tmp_path / "own", {"batch_size": GLOBAL_BATCH, **in_order()}
+    local_engine.run(partial(train, own, **settings), strategy="single", workers=1, out=own)
+    found, expected = json.loads((own / "found-0.json").read_text()), alone(tmp_path / "plain", **in_order())
+    assert found["weights"] == expected["weights"]
+
+
+ROUNDS = {"logging_strategy": "epoch", "save_strategy": "epoch", **SGD}
+
+
+def test_an_epoch_is_a_round_of_clients(tmp_path: Path) -> None:
+    """Of three clients a round one worker plays two, and both evaluate when the round is over."""
+    found = trained(tmp_path, "fed-avg:clients=6:fraction=0.5", **ROUNDS)
+    other = json.loads((tmp_path / "found-1.json").read_text())
+    assert found["epochs"] == other["epochs"] == EPOCHS
+    assert found["steps"] != other["steps"]
+    assert found["steps"] + other["steps"] == EPOCHS * 3 * 2, "a client has two batches"
+    assert found["found"] == other["found"]
+    for number, said in enumerate(found["losses"]):
+        losses = [loss for epoch, loss in found["own_losses"] + other["own_losses"] if epoch == number]
+        assert said == pytest.approx(sum(losses) / len(losses), rel=1e-5), "the mean over the steps of both"
+    saved = tmp_path / "trainer" / f"checkpoint-{found['steps']}"
+    with pytest.raises(RunFailed, match="begin a new run from the weights"):
+        trained(tmp_path / "resumed", "fed-avg:clients=6:fraction=0.5", resumes=saved, **ROUNDS)
+
+
+def by_hand(out: Path) -> None:
+    """The same rounds in a loop of Paceline's own."""
+    from transformers import get_linear_schedule_with_warmup
+
+    worker = paceline.init()
+    torch.manual_seed(0)
+    model = Tagger()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = DataLoader(Samples(SAMPLES), batch_size=GLOBAL_BATCH // 2, shuffle=True)
+    model, optimizer, batches = worker.prepare(model, optimizer, loader)
+    scheduler = get_linear_schedule_with_warmup(optimizer, 0, EPOCHS * SAMPLES // 4 // (GLOBAL_BATCH // 2))
+    for _ in range(EPOCHS):
+        for batch in batches:
+            model.zero_grad()
+            model(**batch)["loss"].backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+    with worker.global_model():
+        (out / f"hand-{worker.rank}.json").write_text(json.dumps(sum(float(each.sum()) for each in model.parameters())))
+
+
+def test_rounds_train_what_a_loop_by_hand_trains(tmp_path: Path) -> None:
+    strategy = "fed-avg:clients=4:fraction=0.5"
+    found = trained(tmp_path, strategy, **ROUNDS)
+    local_engine.run(partial(by_hand, tmp_path), strategy=strategy, workers=2, out=tmp_path)
+    assert found["found"][-1][1] == json.loads((tmp_path / "hand-0.json").read_text())
+
+
 def test_the_runs_budget_ends_the_script(tmp_path: Path) -> None:
     found = trained(tmp_path, "all-reduce", max_steps=10)
     assert found["steps"] == 10
@@ -230,12 +299,15 @@ def test_tokens_are_not_averaged_where_a_batch_is_smaller_on_one_rank(tmp_path: 
     trained(tmp_path / "own", "all-reduce", model=TokenTagger, samples=61, average_tokens_across_devices=False)
 
 
-def train_with_others_arguments(out: Path) -> None:
-    from transformers import TrainingArguments
+def train_without_its_end(out: Path) -> None:
+    from transformers import Trainer, TrainingArguments
 
-    from paceline.transformers import Trainer
+    from paceline.transformers import PacelineCallback
 
-    Trainer(model=Tagger(), args=TrainingArguments(str(out), use_cpu=True, report_to=[]))
+    arguments = TrainingArguments(str(out), use_cpu=True, report_to=[])
+    trainer = Trainer(model=Tagger(), args=arguments, train_dataset=Samples(SAMPLES))
+    PacelineCallback(trainer)
+    trainer.train()
 
 
 @pytest.mark.parametrize(
@@ -243,8 +315,8 @@ def train_with_others_arguments(out: Path) -> None:
     [
         ("all-reduce", partial(train, auto_find_batch_size=True), "set per_device_train_batch_size"),
         ("ps-asp", partial(train, load_best_model_at_end=True, save_strategy="epoch"), "best_model_checkpoint"),
-        ("fed-avg:clients=4", train, "use Lightning, Accelerate or a loop"),
-        ("all-reduce", train_with_others_arguments, "from paceline.transformers import Trainer, TrainingArguments"),
+        ("fed-avg:clients=4:fraction=0.5", train, "a whole number of rounds"),
+        ("all-reduce", train_without_its_end, "trainer.add_callback"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(strategy: str, script: Any, says: str, tmp_path: Path) -> None:

@@ -37,7 +37,11 @@ class RoundBatches(StandIn):
 
     def __len__(self) -> int:
         """This worker's batches in the round that is under way, or comes next."""
-        return self._roster.participation.epochs * sum(turn.num_batches for turn in self._roster.of_round(self._round))
+        return self.num_batches(self._round)
+
+    def num_batches(self, number: int) -> int:
+        """This worker's batches in the round of this number, from 0 on."""
+        return self._roster.participation.epochs * sum(turn.num_batches for turn in self._roster.of_round(number))
 
     def __iter__(self) -> Iterator[Any]:
         self.require_between("another pass over the loader")
@@ -54,8 +58,9 @@ class RoundBatches(StandIn):
     def begin_at(self, place: Place | None = None) -> None:
         """Raises UsageError."""
         raise UsageError(
-            "a run of clients goes on from Paceline's own checkpoints alone (a loop over worker.prepare's loader, and "
-            "--resume); begin a new run from the weights"
+            "with clients workers have taken different numbers of steps, and a framework's checkpoint holds one "
+            "worker's schedulers and counters for all: begin a new run from the weights, or train in a loop over "
+            "worker.prepare's loader, whose runs `paceline run --resume` takes up"
         )
 
     def require_between(self, place: str) -> None:

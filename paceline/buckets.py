@@ -93,6 +93,12 @@ class GradientBuckets:
         ends = [flat.numel() - segment.tail for flat, segment in zip(flats, layout.segments, strict=True)]
         self.buckets = [Bucket(flat, flat[:end], flat[end:]) for flat, end in zip(flats, ends, strict=True)]
         self.is_synchronizing = True
+        self.waits = False
+        """Whether buckets are announced by `finish` alone, and not as they are filled."""
+        self.is_reached = False
+        """Whether a pass that has ended has brought gradients that wait for `finish`."""
+        self.on_end: Callable[[], None] | None = None
+        """Called where a pass has ended, after all else."""
         self._on_bucket = on_bucket
         self._on_backward_end = on_backward_end
         self._flags: list[list[float]] = [[] for _ in flats]  # what each bucket's hold
@@ -187,6 +193,18 @@ class GradientBuckets:
         found = (self.find_nonfinite(bucket) for bucket in range(len(self.buckets)))
         return next((name for name in found if name is not None), None)
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a pass is under way that has brought one of the gradients."""
+        return self._in_backward
+
+    def finish(self) -> None:
+        """A pass is over: announce what it has not announced yet, and that it is over."""
+        self.is_reached = False
+        self.flush()
+        if self._on_backward_end is not None:
+            self._on_backward_end()
+
     def flush(self) -> None:
         """Announce the buckets that this backward pass has not filled, and be ready for the next."""
         while self._next_bucket < len(self._missing):
@@ -204,7 +222,7 @@ class GradientBuckets:
             # The engine runs queued callbacks when the whole backward pass is done, before it returns.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         # Those that the gradient before this one has filled: by now a script's own hooks on that one have run as well.
-        while self._is_full():
+        while self._is_full() and not self.waits:
             self._announce()
         bucket = self._bucket_of[index]
         self._missing[bucket] -= 1
@@ -214,7 +232,7 @@ class GradientBuckets:
                 f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed; "
                 "torch.utils.checkpoint does so with use_reentrant=True: give it use_reentrant=False"
             )
-        while self._is_full() and self._has_no_other_hooks(self._next_bucket):
+        while self._is_full() and not self.waits and self._has_no_other_hooks(self._next_bucket):
             self._announce()
 
     def _is_full(self) -> bool:
@@ -283,9 +301,12 @@ class GradientBuckets:
 
     def _end(self) -> None:
         with self._tell:
-            self.flush()
-            if self._on_backward_end is not None:
-                self._on_backward_end()
+            if self.waits:
+                self._in_backward, self.is_reached = False, True
+            else:
+                self.finish()
+            if self.on_end is not None:
+                self.on_end()
 
     def _refusal(self, index: int, gradient: Tensor) -> str:
         prepared, now = self.layout.specs[index].dtype, gradient.dtype

@@ -58,7 +58,8 @@ class Reduction:
     def _reduce_widened(self, parts: Sequence[Tensor], out: Tensor) -> None:
         num_elements = out.numel()
         if self._scratch[0].numel() < num_elements:
-            one, other = torch.empty(2, num_elements, dtype=self._accumulation_dtype, device=out.device)
+            with torch.inference_mode(False):  # else nobody outside of it could write there later
+                one, other = torch.empty(2, num_elements, dtype=self._accumulation_dtype, device=out.device)
             self._scratch = (one, other)
         total, addend = self._scratch[0][:num_elements], self._scratch[1][:num_elements]
         total.copy_(parts[0])

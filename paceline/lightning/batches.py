@@ -18,6 +18,10 @@ class TrainingBatches(StandIn):
     def __init__(self, loader: ShardedLoader, trainer: Any, *, on_end: Callable[[], None]) -> None:
         self._loader, self._trainer, self._on_end = loader, trainer, on_end
 
+    def become(self, prepared: "TrainingBatches") -> None:
+        """Give that one's batches from now on."""
+        self._loader = prepared._loader
+
     def __iter__(self) -> Iterator[Any]:
         loop = self._trainer.fit_loop
         self._loader.begin_at(

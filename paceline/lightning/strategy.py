@@ -47,6 +47,7 @@ class StrategyBody(WorldBody):
         require_possible(self._worker.strategy)
         require_strategy(self._worker, strategy)
         self._in_place = ExitStack()
+        self._asked_for: tuple[Any, TrainingBatches] | None = None  # before there were optimizers
         self._loaded: Tensor | None = None  # the run's part of the checkpoint to go on from
         self._state = b""  # of the one that is being saved
         self._optimizer_states: dict[int, dict[str, Any]] = {}
@@ -72,11 +73,34 @@ class StrategyBody(WorldBody):
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return dataloader
-        if self._is_prepared:
+        if self._is_prepared or self._asked_for is not None:
             raise UsageError(
                 "Paceline's run takes one training loader, once: join data sets into one "
                 "(torch.utils.data.ConcatDataset), leave reload_dataloaders_every_n_epochs out, and call fit once a run"
             )
+        if self.optimizers:
+            return self._begun(dataloader)
+        # configure_optimizers asks how many batches there are (estimated_stepping_batches).
+        require_possible(self._worker.strategy)
+        part = ShardedLoader(
+            dataloader,
+            rank=self._worker.rank,
+            size=self._worker.size,
+            seed=0,
+            gather=self._worker.all_gather_object,
+            takes_equal_steps=self._worker.strategy.traits.takes_equal_steps,
+        )
+        self._asked_for = dataloader, TrainingBatches(part, trainer, on_end=self._stop_if_over)
+        return self._asked_for[1]
+
+    def on_train_start(self) -> None:
+        if self._asked_for is not None and not self._is_prepared:
+            dataloader, batches = self._asked_for
+            batches.become(self._begun(dataloader))
+
+    def _begun(self, dataloader: Any) -> Any:
+        """What Lightning is to loop over, now that there are optimizers."""
+        trainer = self.lightning_module.trainer
         if len(self.optimizers) == 1:
             named: dict[str, Any] = {"optimizer": self.optimizers[0]}
         else:

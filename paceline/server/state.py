@@ -54,7 +54,8 @@ def export_state(
     for index, parameter in enumerate(parameters, first_piece):
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor | int | float):
-                exported[f"{index}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+                # SGD's momentum is sparse where its gradients are.
+                exported[f"{index}.{name}"] = torch.as_tensor(value).detach().to_dense().cpu().contiguous()
             elif value is not None:
                 kind = type(optimizer).__name__
                 raise UsageError(
@@ -82,6 +83,10 @@ def import_state(
         if not 0 <= index < len(parameters):
             continue
         parameter = parameters[index]
+        if name == "step" and isinstance(optimizer, torch.optim.SparseAdam):
+            # It counts in a number, whose powers are float64; a tensor's would be float32.
+            optimizer.state[parameter][name] = int(value)
+            continue
         # As torch does on loading: step counts stay where they are, all else goes to the parameter's device.
         device = value.device if name == "step" else parameter.device
         optimizer.state[parameter][name] = value.clone().to(device)

@@ -25,6 +25,7 @@ from paceline.strategies.exchange import averaging
 from paceline.strategies.gradient_averaging import GradientAveraging
 from paceline.strategies.joint import AGGREGATE_DOC, require_joint
 from paceline.strategies.own_state import OwnState
+from paceline.strategies.pass_ends import Passes
 from paceline.strategies.repeated_averaging import RepeatedAveraging
 from paceline.strategies.replica import (
     Replica,
@@ -200,6 +201,10 @@ class _AllReduceSynchronizer(Synchronizer):
     def timings(self) -> tuple[Timing, ...]:
         own = (self.context.collective.timing, *self._gradients.timings)
         return own if self._rows is None else (*own, self._rows.timing)
+
+    @property
+    def passes(self) -> Passes:
+        return self._gradients.passes
 
     def set_weight(self, weight: float) -> None:
         if self._rows is not None:

@@ -29,6 +29,7 @@ from paceline.strategies.global_model import averaged
 from paceline.strategies.meeting import gathered
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.pacing import Pacing, RealTime
+from paceline.strategies.pass_ends import Passes
 from paceline.strategies.progress import Progress
 from paceline.strategies.regrouping import LaneKeeper, Regrouping
 from paceline.strategies.replica import Replica
@@ -228,6 +229,11 @@ class Synchronizer(ABC):
     def sender(self) -> int:
         """Whose steps these are, as aggregators and attacks count senders: this worker's, or the client's it plays."""
         return self.context.rank
+
+    @property
+    def passes(self) -> Passes | None:
+        """The backward passes whose gradients it takes up as they end; none: it looks at gradients in steps alone."""
+        return None
 
     def set_weight(self, weight: float) -> None:
         """The next backward passes are of a batch with this share of its global batch, times the number of workers."""

@@ -103,6 +103,11 @@ class Combining:
         self.culprit: str | None = None
         """The parameter of this worker whose gradient was not finite before it was averaged."""
 
+    @property
+    def averages(self) -> bool:
+        """Whether a backward pass ends with an exchange, for which all workers meet."""
+        return self._averages
+
     def after_backward(self, weight: float) -> None:
         """A backward pass that synchronizes has ended, of a batch with this weight."""
         if self._averages:

@@ -16,6 +16,7 @@ from paceline.strategies.exchange import Exchange
 from paceline.strategies.meeting import gathered
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.own_state import OwnState
+from paceline.strategies.pass_ends import Passes
 from paceline.strategies.progress import Progress, require_same
 from paceline.strategies.sparse_gradients import SparseGradients
 
@@ -79,6 +80,10 @@ class GradientAveraging:
     @property
     def timings(self) -> tuple[Timing, ...]:
         return self._overlap.timing, self._exchange.timing
+
+    @property
+    def passes(self) -> Passes:
+        return Passes(self._buckets, self._owner.replica.is_of_rows, lambda: True)
 
     def set_weight(self, weight: float) -> None:
         if not self._options.aggregate.streams:

@@ -46,6 +46,11 @@ class Replica:
         )
 
     @property
+    def is_of_rows(self) -> bool:
+        """Whether rows move of all parameters."""
+        return len(self.by_rows) == len(self.parameters)
+
+    @property
     def buffers(self) -> list[Tensor]:
         """The model's, if this replica stands for them."""
         return list(self.model.buffers()) if self.is_first else []

@@ -24,6 +24,7 @@ from paceline.strategies.held_state import HeldState
 from paceline.strategies.looks import next_look
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.own_state import OwnState
+from paceline.strategies.pass_ends import Passes
 from paceline.strategies.replica import (
     Replica,
     cannot_evaluate,
@@ -202,6 +203,10 @@ class ServerSynchronizer(Synchronizer):
             self._owned.untouched.accept_values(looks_closely=looks_closely)
         self._compares = looks_closely
         return outcome
+
+    @property
+    def passes(self) -> Passes:
+        return Passes(self._buckets, self.replica.is_of_rows, lambda: self._combining.averages)
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
         outcome = self._take(self._store.wait_for_admission(pause_at=pause_at))

@@ -12,6 +12,7 @@ from paceline.comm.base import Timing
 from paceline.errors import UsageError
 from paceline.strategies.base import Context, StepOutcome, Synchronizer
 from paceline.strategies.own_state import OwnState
+from paceline.strategies.pass_ends import PassEnds
 from paceline.strategies.replica import Replica
 
 _ITERATION = "iteration"
@@ -31,6 +32,7 @@ class Together(Synchronizer):
         super().__init__(context, whole)
         self._parts = dict(parts)
         self._first, *self._others = self._parts.values()
+        PassEnds(context.collective, [passes for part in parts.values() if (passes := part.passes) is not None])
         self._told: list[Mapping[str, float | str]] = []  # each part's facts
         self._follow_facts()
 

@@ -40,6 +40,8 @@ class Course:
         """The script waits, but for its evaluation."""
         self.is_meeting = False
         """All workers are at one place of their scripts."""
+        self.has_global_model = False
+        """It is in the place of this worker's own."""
         self._others_left = False  # a worker's script has ended, and with it the run
         self._refusal: PacelineError | None = None
         self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
@@ -92,10 +94,15 @@ class Course:
 
         Raises:
             BudgetReached: after the end of the run.
-            UsageError: the error of `refuse`.
+            UsageError: the error of `refuse`; or the step would be undone.
         """
         if self._refusal is not None:
             raise self._refusal
+        if self.has_global_model:
+            raise UsageError(
+                "optimizer.step() inside of worker.global_model(), at whose end each worker has its own model again, "
+                "without that step; step before or after it"
+            )
         if not self.has_started:
             self.start_once()
         if self._unrecorded is not None:

@@ -85,7 +85,7 @@ def _try_on_parameter(
     given = None if parameter.grad is None else parameter.grad.detach().clone()
     hook(parameter)
     result = parameter.grad
-    if given is None or result is None or torch.equal(given, result):
+    if given is None or result is None or _is_same(given, result):
         return None, False
 
     def of_other(other: Tensor) -> Tensor:
@@ -105,14 +105,19 @@ def _is_linear(of_other: Callable[[Tensor], Tensor], given: Tensor, result: Tens
     Raises:
         UsageError: it does something else.
     """
-    largest = float(given.abs().max()) if given.is_floating_point() and given.numel() else 0.0
+    values, rows = given, None
+    if given.is_sparse:
+        given = given.coalesce()
+        values, rows = given.values(), given.indices()[0].unique()
+    largest = float(values.abs().max()) if values.is_floating_point() and values.numel() else 0.0
     if not 0.0 < largest < math.inf:
         return False
-    far = torch.full_like(given, largest / math.sqrt(torch.finfo(given.dtype).eps))
+    far = torch.full_like(values, largest / math.sqrt(torch.finfo(values.dtype).eps))
     far.view(-1)[::2].neg_()
-    together, alone, of_nothing = of_other(given + far), of_other(far.clone()), of_other(torch.zeros_like(given))
-    distance = float(((together - alone) - (result - of_nothing)).abs().max())
-    rounding = 8 * torch.finfo(given.dtype).eps * float(together.abs().max() + result.abs().max())
+    others = values + far, far.clone(), torch.zeros_like(values)
+    together, alone, of_nothing = (_in_rows(of_other(_with_values(given, other)), rows) for other in others)
+    distance = float(((together - alone) - (_in_rows(result, rows) - of_nothing)).abs().max())
+    rounding = 8 * torch.finfo(values.dtype).eps * float(together.abs().max() + _in_rows(result, rows).abs().max())
     if distance <= _TOLERANCE * largest + rounding:
         return True
     raise UsageError(
@@ -120,3 +125,23 @@ def _is_linear(of_other: Callable[[Tensor], Tensor], given: Tensor, result: Tens
         "not linear, and would do so to each worker's own gradient before workers average them; do it to the mean, "
         "between loss.backward() and optimizer.step()"
     )
+
+
+def _with_values(given: Tensor, values: Tensor) -> Tensor:
+    """Another gradient of the same rows, if it is one of rows."""
+    if not given.is_sparse:
+        return values
+    return torch.sparse_coo_tensor(given.indices(), values, given.shape, is_coalesced=True, check_invariants=False)
+
+
+def _in_rows(gradient: Tensor, rows: Tensor | None) -> Tensor:
+    """As a dense tensor; of a table that may be larger than what a step has memory for, some rows."""
+    some = gradient if rows is None else gradient.index_select(0, rows)
+    return some.to_dense()
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if not one.is_sparse or not other.is_sparse:
+        return torch.equal(one.to_dense(), other.to_dense())
+    one, other = one.coalesce(), other.coalesce()
+    return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())

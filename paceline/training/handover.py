@@ -40,11 +40,12 @@ class Handover:
             return
         with self._course.meeting("the global model"):
             self._own = self._checkpoints.own_part()
+            self._course.has_global_model = True
             try:
                 with prepared.synchronizer.global_model() as model, self._as_on_the_first(model):
                     yield model
             finally:
-                self._own = None
+                self._own, self._course.has_global_model = None, False
 
     @contextmanager
     def _as_on_the_first(self, model: nn.Module) -> Iterator[None]:
@@ -81,7 +82,8 @@ class Handover:
         name = next(name for name, own in prepared.optimizers.items() if own is optimizer)
         prefix = f"{name}." if prepared.optimizer_names else ""
         every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        trained = [number for number, parameter in enumerate(every) if parameter.requires_grad]
+        known = set(map(id, prepared.replica.parameters))  # also those that are frozen by now
+        trained = [number for number, parameter in enumerate(every) if id(parameter) in known]
         saved["state"] = {}
         for key, tensor in prepared.synchronizer.optimizer_state().items():
             index, _, kind = key.removeprefix(prefix).partition(".")

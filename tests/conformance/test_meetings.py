@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.errors import RunFailed
 from paceline.strategies import build
-from tests.conformance import local_engine
+from tests.conformance import local_engine, virtual_engine
 
 
 def script(
@@ -124,3 +124,18 @@ def test_an_evaluation_cannot_ask_all_workers(tmp_path: Path) -> None:
         local_engine.run(
             partial(script, tmp_path, evaluates=True), strategy="gossip", workers=2, out=tmp_path, eval_every=1
         )
+
+
+def test_no_step_is_lost_with_the_global_model(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"optimizer\.step\(\) inside of worker\.global_model\(\)"):
+        virtual_engine.run(step_inside, strategy="local-sgd:every=2", workers=2, out=tmp_path)
+
+
+def step_inside() -> None:
+    worker, model = paceline.init(), nn.Linear(3, 1)
+    loader = DataLoader(TensorDataset(torch.ones(16, 3)), batch_size=4)
+    model, optimizer, batches = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for (x,) in batches:
+        model(x).mean().backward()
+        with worker.meeting("here"), worker.global_model():
+            optimizer.step()

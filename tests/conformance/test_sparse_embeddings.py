@@ -334,7 +334,7 @@ def factorise(worker: Worker, out: Path) -> None:
 
 
 def test_ranks_that_average_rows_of_other_optimizers_are_told(tmp_path: Path) -> None:
-    told = "rank 0 is at a backward pass of 'words' and rank 1 at a backward pass of 'items'"
+    told = "rank 0 is at a step of 'words' and rank 1 at a step of 'items'"
     with pytest.raises(RunFailed, match=told):
         virtual_engine.run(use_one_of_two, strategy="ps-bsp:combine=always", workers=2, out=tmp_path / "run")
 
@@ -360,3 +360,116 @@ def use_one_of_two() -> None:
         at = worker.rank if number == 2 else 0
         model(keys, at).square().mean().backward()
         (words, items)[at].step()
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp:servers=2"])
+@pytest.mark.parametrize("is_last", [False, True], ids=["the table first", "the table last"])
+def test_a_rank_whose_batches_have_no_keys(strategy: str, is_last: bool, tmp_path: Path) -> None:
+    """The table has an optimizer of its own, which a backward pass there does not come to."""
+    training = partial(launched, partial(keep_rare, is_last=is_last), tmp_path)
+    virtual_engine.run(training, strategy=strategy, workers=2, out=tmp_path / "run")
+    assert_same(kept(tmp_path, "rare-1"), train_rarely(Reference(2), is_last=is_last).state_dict())
+
+
+def keep_rare(worker: Worker, out: Path, *, is_last: bool) -> None:
+    keep(out, f"rare-{worker.rank}", train_rarely(worker, is_last=is_last).state_dict())
+
+
+class Rarely(nn.Module):
+    def __init__(self, *, is_last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table, self.layer = nn.Embedding(20, DIM, sparse=True).double(), nn.Linear(DIM, DIM).double()
+        self.is_last = is_last
+
+    def forward(self, keys: Tensor) -> Tensor:
+        given, is_there = torch.ones(len(keys), DIM, dtype=torch.float64), keys >= 0
+        hidden = self.layer(given) if self.is_last else given
+        if is_there.any():
+            hidden = hidden.index_add(0, is_there.nonzero()[:, 0], self.table(keys[is_there]))
+        return hidden if self.is_last else self.layer(hidden)  # type: ignore[no-any-return]
+
+
+def train_rarely(worker: Any, *, is_last: bool) -> nn.Module:
+    """Of two batches of one sample, the second has a key in every third step."""
+    model: Any = Rarely(is_last=is_last)
+    numbers = torch.arange(24)
+    keys = torch.where((numbers % 2 == 0) | (numbers % 6 == 5), numbers % 20, -1)
+    rows, dense, data = SparseAdam([model.table.weight], lr=0.1), SGD(model.layer.parameters(), lr=0.1), DataLoader
+    model, rows, dense, loader = worker.prepare(model=model, rows=rows, dense=dense, data=data(TensorDataset(keys)))
+    for (own,) in loader:
+        rows.zero_grad()
+        dense.zero_grad()
+        model(own).square().mean().backward()
+        rows.step()
+        dense.step()
+    return model  # type: ignore[no-any-return]
+
+
+def halve(gradient: Tensor) -> Tensor:
+    return gradient / 2
+
+
+def halve_in_place(weight: Any) -> None:
+    weight.grad.mul_(0.5)
+
+
+def clip(gradient: Tensor) -> Tensor:
+    gradient = gradient.coalesce()
+    return torch.sparse_coo_tensor(gradient.indices(), gradient.values().clamp(-0.01, 0.01), gradient.shape)
+
+
+@pytest.mark.parametrize(("hook", "is_after"), [(halve, False), (halve_in_place, True), (clip, False)])
+def test_hooks_on_gradients_of_rows(hook: Any, is_after: bool, tmp_path: Path) -> None:
+    training = partial(launched, partial(keep_hooked, hook=hook, is_after=is_after), tmp_path)
+    run = partial(virtual_engine.run, training, strategy="all-reduce", workers=2, out=tmp_path / "run")
+    if hook is clip:
+        with pytest.raises(RunFailed, match="a hook of the script on the gradient of 'weight' clips it"):
+            run()
+        return
+    run()
+    assert_same(kept(tmp_path, "hooked-1"), train_hooked(Reference(2), hook=hook, is_after=is_after).state_dict())
+
+
+def keep_hooked(worker: Worker, out: Path, **settings: Any) -> None:
+    keep(out, f"hooked-{worker.rank}", train_hooked(worker, **settings).state_dict())
+
+
+def train_hooked(worker: Any, *, hook: Any, is_after: bool) -> nn.Module:
+    torch.manual_seed(5)
+    model: Any = nn.Embedding(20, DIM, sparse=True, dtype=torch.float64)
+    (model.weight.register_post_accumulate_grad_hook if is_after else model.weight.register_hook)(hook)
+    loader: Any = DataLoader(TensorDataset(torch.arange(20).repeat(2)), batch_size=BATCH, shuffle=True)
+    model, updater, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader)
+    for (keys,) in loader:
+        updater.zero_grad()
+        model(keys.repeat(2)).square().mean().backward()
+        updater.step()
+    return model  # type: ignore[no-any-return]
+
+
+def test_a_script_saves_the_state_of_a_weight_that_is_frozen_by_now(tmp_path: Path) -> None:
+    training = partial(launched, freeze_and_save, tmp_path)
+    virtual_engine.run(training, strategy="ps-bsp:servers=2", workers=2, out=tmp_path / "run")
+    state = kept(tmp_path, "saved")
+    assert {at: tuple(each["exp_avg"].shape) for at, each in state.items()} == {0: (10, 2), 1: (10, 3)}
+
+
+class Two(nn.ModuleList):
+    def forward(self, keys: Tensor) -> Tensor:
+        return torch.cat([layer(keys) for layer in self], dim=1)
+
+
+def freeze_and_save(worker: Worker, out: Path) -> None:
+    layers: Any = Two(nn.Embedding(10, dim, sparse=True) for dim in (2, 3))
+    loader: Any = DataLoader(TensorDataset(torch.arange(10).repeat(2)), batch_size=5)
+    layers, updater, loader = worker.prepare(layers, SparseAdam(layers.parameters()), loader)
+    for (keys,) in loader:
+        updater.zero_grad()
+        layers(keys).square().mean().backward()
+        updater.step()
+        layers[0].requires_grad_(False)
+    with worker.meeting("the end"), worker.global_model():
+        state = worker.optimizer_state(updater)["state"]
+    if worker.rank == 0:
+        keep(out, "saved", state)

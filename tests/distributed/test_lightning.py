@@ -43,7 +43,7 @@ def loaded() -> Iterator[None]:
         yield
 
 
-def made(package: str, *, manual: bool = False, step_logs: bool = False) -> Any:
+def made(package: str, *, manual: bool = False, step_logs: bool = False, asks_how_many: bool = False) -> Any:
     """A LightningModule as its user writes it."""
     from torchmetrics import MeanAbsoluteError
 
@@ -79,6 +79,10 @@ def made(package: str, *, manual: bool = False, step_logs: bool = False) -> Any:
             if manual:
                 return [torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9) for part in (first, last)]
             optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+            if asks_how_many:
+                steps = int(self.trainer.estimated_stepping_batches)
+                scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)]
 
     torch.manual_seed(0)
@@ -234,8 +238,9 @@ def test_an_epoch_is_a_round_of_clients(tmp_path: Path) -> None:
         ({}, {"manual": True}),
         ({}, {"patience": 1}),
         ({}, {"step_logs": True}),
+        ({}, {"asks_how_many": True}),
     ],
-    ids=["accumulation", "clipping", "manual optimization", "early stopping", "logs of steps"],
+    ids=["accumulation", "clipping", "manual optimization", "early stopping", "logs of steps", "numbers of steps"],
 )
 def test_what_the_trainer_does_besides(
     strategy: str, settings: dict[str, Any], module: dict[str, Any], tmp_path: Path

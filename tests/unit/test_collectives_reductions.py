@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -128,3 +129,20 @@ def test_shared_memory_agrees_with_gloo() -> None:
             assert all(same_bits(*pair) for pair in pairs)
 
         check(one, REDUCIBLE, test)
+
+
+def run_out_of_inference_mode(collective: Collective) -> list[float]:
+    """What an evaluation has asked for first is asked for again."""
+    found = []
+    for num, dtype in itertools.product((3, 70_000), (torch.float32, torch.bfloat16, torch.int64)):
+        for is_in in (True, False):
+            with torch.inference_mode(is_in):
+                total = torch.ones(num, dtype=dtype)
+                collective.all_reduce(total, op="sum").wait()
+                found += total[::num].tolist()
+    return found
+
+
+def test_what_is_kept_of_inference_mode_can_be_written_to(world: World) -> None:
+    for found in world.run(run_out_of_inference_mode):
+        assert found == [world.size] * 12

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -311,3 +313,20 @@ def test_the_state_of_an_optimizer_without_any_is_empty() -> None:
     trained.step(0)
     assert trained.state() == {}
     assert split(trained.layout, trained.ranges, {}) == [{}, {}, {}]
+
+
+@pytest.mark.parametrize("kind", [partial(torch.optim.SGD, momentum=0.5), torch.optim.SparseAdam])
+def test_the_state_of_an_optimizer_of_sparse_gradients(kind: Any) -> None:
+    """To the last bit it goes on as it would have: a number stays one."""
+    layers = [torch.nn.Embedding(5, 2, sparse=True, dtype=torch.float64) for _ in range(2)]
+    optimizers = [kind(layer.parameters(), lr=0.1) for layer in layers]
+    for step in range(6):
+        if step == 3:
+            layers[1].load_state_dict(layers[0].state_dict())
+            state = export_state(optimizers[0], list(layers[0].parameters()))
+            import_state(optimizers[1], list(layers[1].parameters()), state)
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            optimizer.zero_grad()
+            layer(torch.tensor([step % 3, 4])).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(layers[0].weight, layers[1].weight)

@@ -72,18 +72,22 @@ class ReductionPlans:
 
     def _plan_small(self, num_elements: int, dtype: torch.dtype, op: ReduceOp) -> "_SmallPlan":
         signature = Signature("all_reduce", dtype, num_elements, op)
-        return _SmallPlan(self._in_slots(num_elements, dtype), self._rank, signature, self._reduction(op, dtype), op)
+        with torch.inference_mode(False):  # of an evaluation that asks first; what it makes nobody else could write to
+            slots = self._in_slots(num_elements, dtype)
+            return _SmallPlan(slots, self._rank, signature, self._reduction(op, dtype), op)
 
     def _plan_staged(self, num_elements: int, piece_elements: int, dtype: torch.dtype, op: ReduceOp) -> "_StagedPlan":
         signature = Signature("all_reduce", dtype, num_elements, op)
-        slots = self._in_slots(piece_elements, dtype)
-        return _StagedPlan(slots, self._rank, signature, self._reduction(op, dtype))
+        with torch.inference_mode(False):
+            slots = self._in_slots(piece_elements, dtype)
+            return _StagedPlan(slots, self._rank, signature, self._reduction(op, dtype))
 
     def _plan_shared(self, address: int, num_elements: int, dtype: torch.dtype, op: ReduceOp) -> "_SharePlan":
         found = self._allocations.find(address, num_elements, dtype)
         assert found is not None  # looked up just before
         signature = Signature("all_reduce", dtype, num_elements, op, offset_bytes=found.offset_bytes)
-        return _SharePlan(found.parts, self._rank, signature, self._reduction(op, dtype))
+        with torch.inference_mode(False):
+            return _SharePlan(found.parts, self._rank, signature, self._reduction(op, dtype))
 
 
 @final

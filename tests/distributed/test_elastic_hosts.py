@@ -25,7 +25,7 @@ from tests.distributed.test_elastic_rounds import require_replayed
 from tests.distributed.test_elastic_servers import require_whole, updates
 from tests.distributed.test_joining import held, iterations_of, joined
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 SCRIPT = str(SCRIPTS / "survivors.py")
@@ -102,7 +102,7 @@ def require_end(pid: int, host: Host) -> None:
     """It ends by itself when its lease does, which the launcher's last word has made three deadlines long."""
     assert pid in pids_on(host)
     began_s = time.monotonic()
-    assert wait_until(lambda: pid not in pids_on(host), within_s=3 * DEADLINE_S + 5)
+    assert wait_until(lambda: pid not in pids_on(host), within_s=3 * DEADLINE_S + 60)
     took_s = time.monotonic() - began_s
     print(f"process {pid} ended {took_s:.2f} s after its host was cut off")
     assert took_s > 2 * DEADLINE_S
@@ -211,7 +211,7 @@ def workers_and_hosts_die_and_are_cut_off(network: Network, address: str, direct
     assert "it was silent for" in lost["worker-4"]
     reformed = [event["details"] for event in of(out, "reformed")]
     assert [each["ranks"] for each in reformed] == [[0, 1, 2, 4, 5], [0, 1, 2, 4], [0, 1, 2]]
-    assert reformed[-1]["took_s"] < DEADLINE_S
+    assert reformed[-1]["took_s"] < PATIENCE_S
 
 
 def test_workers_and_hosts_die_and_are_cut_off(four_hosts: Network, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ backends = pytest.mark.parametrize("backend", ["torch", "jax", tensorflow])
 def ran(script: Path, *options: str, workers: int, backend: str = "jax", cwd: Path) -> str:
     """What it says. TensorFlow is slow to load: one process has all workers."""
     engine = ["--engine", "virtual", "--cluster", "lab-1gbe"] if backend == "tensorflow" else []
-    limit_s = 600 if backend == "tensorflow" else 200
+    limit_s = 600 if backend == "tensorflow" else 600
     launched = [PACELINE, "run", str(script), "--strategy", "all-reduce", "--workers", str(workers), *engine, "--"]
     command = launched if workers > 1 else [sys.executable, str(script)]
     environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}

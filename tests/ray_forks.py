@@ -1,6 +1,7 @@
 """Workers of a test's Ray, which `tests/programs.py` forks: 4 s of a core less for each.
 
-Ray's node manager is told to start its workers by this file. Where no server of forks is, they start as ever.
+Ray's node manager is told to start its workers by this file. Where no server of forks is, they start as ever. And it
+may take longer to start than the half minute for which Ray would wait, as it does where tests keep all cores busy.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
@@ -19,19 +21,21 @@ from types import ModuleType
 from typing import Any
 
 _HERE = Path(__file__)
+_PATIENCE_S = 300.0
 
 
 @contextmanager
 def used() -> Iterator[None]:
     """Meanwhile every Ray that this process starts gets its workers so."""
-    from ray._private.parameter import RayParams
+    from ray._private import parameter, services
 
-    before = RayParams.update_if_absent
-    _change(RayParams)
+    before = parameter.RayParams.update_if_absent, services.get_node
+    _fork_workers(parameter)
+    _be_patient(services)
     try:
         yield
     finally:
-        RayParams.update_if_absent = before  # type: ignore[method-assign]
+        parameter.RayParams.update_if_absent, services.get_node = before  # type: ignore[method-assign]
 
 
 def use_in_program() -> None:
@@ -40,10 +44,13 @@ def use_in_program() -> None:
 
 
 class _OnceLoaded(MetaPathFinder):
+    def __init__(self) -> None:
+        self._left = {"ray._private.parameter": _fork_workers, "ray._private.services": _be_patient}
+
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        if name != "ray._private.parameter":
+        change = self._left.pop(name, None)
+        if change is None:
             return None
-        sys.meta_path.remove(self)
         found = find_spec(name)
         assert found is not None
         assert found.loader is not None
@@ -51,14 +58,15 @@ class _OnceLoaded(MetaPathFinder):
 
         def load_and_change(module: ModuleType) -> None:
             load(module)
-            _change(module.RayParams)
+            change(module)
 
         found.loader.exec_module = load_and_change  # type: ignore[method-assign]
         return found
 
 
-def _change(params: Any) -> None:
-    """Ray's class of what it is started with."""
+def _fork_workers(parameter: Any) -> None:
+    """Of this module is Ray's class of what it is started with."""
+    params = parameter.RayParams
     before = params.update_if_absent
 
     def update_if_absent(self: object, **settings: object) -> None:
@@ -67,6 +75,23 @@ def _change(params: Any) -> None:
         before(self, **settings)
 
     params.update_if_absent = update_if_absent
+
+
+def _be_patient(services: Any) -> None:
+    """Of this module is what Ray asks whether its node manager is there."""
+    look = services.get_node
+
+    def get_node(*given: object, **named: object) -> object:
+        until_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return look(*given, **named)
+            except RuntimeError:
+                if time.monotonic() > until_s:
+                    raise
+            time.sleep(0.1)
+
+    services.get_node = get_node
 
 
 def main() -> None:

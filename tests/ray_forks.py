@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -40,12 +40,17 @@ def used() -> Iterator[None]:
 
 def use_in_program() -> None:
     """As `used`, from when this process loads Ray, if it ever does."""
-    sys.meta_path.insert(0, _OnceLoaded())
+    sys.meta_path.insert(0, _OnceLoaded({"ray._private.parameter": _fork_workers, **_PATIENT}))
+
+
+def be_patient_in_program() -> None:
+    """As `use_in_program`, but workers start as ever."""
+    sys.meta_path.insert(0, _OnceLoaded(_PATIENT))
 
 
 class _OnceLoaded(MetaPathFinder):
-    def __init__(self) -> None:
-        self._left = {"ray._private.parameter": _fork_workers, "ray._private.services": _be_patient}
+    def __init__(self, changes: Mapping[str, Callable[[Any], None]]) -> None:
+        self._left = dict(changes)
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         change = self._left.pop(name, None)
@@ -92,6 +97,9 @@ def _be_patient(services: Any) -> None:
             time.sleep(0.1)
 
     services.get_node = get_node
+
+
+_PATIENT = {"ray._private.services": _be_patient}
 
 
 def main() -> None:

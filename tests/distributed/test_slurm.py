@@ -139,7 +139,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     ports = {name: free_port() for name in ("controller", "first", "second")}
     (home / "slurm.conf").write_text(CONFIGURATION.format(home=home, **ports))
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    environment = {**os.environ, "SLURM_CONF": str(home / "slurm.conf"), "PATH": path, "PYTHONPATH": os.getcwd()}
+    modules = os.pathsep.join([os.path.join(os.getcwd(), "tests", "patient"), os.getcwd()])
+    environment = {**os.environ, "SLURM_CONF": str(home / "slurm.conf"), "PATH": path, "PYTHONPATH": modules}
     for name in ("spool-n1", "spool-n2"):
         (home / name).mkdir()
     files = [f"--{name}-file={home}/{name}" for name in ("key", "pid", "log", "seed")]

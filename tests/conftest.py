@@ -25,6 +25,7 @@ STANDARD_LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing
 
 # Small models gain nothing by more threads, which fight for the cores that other tests use. Processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.update(RAY_worker_niceness="0")  # at Ray's 15, workers would starve beside other tests
 torch.set_num_threads(1)
 
 # A look at a loss that fails stops no script, but a test.

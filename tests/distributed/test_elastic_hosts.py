@@ -160,7 +160,7 @@ def workers_join_and_die_in_rounds(network: Network, address: str, directory: Pa
 def nobody_goes_on_alone_on_the_other_side(network: Network, address: str, directory: Path) -> None:
     """It needs nobody else for its steps, and the launcher's run is over: there are never two."""
     process, out = start(network, address, directory, "--fail", "0:4:kill", workers=2, step_s=0.05)
-    assert wait_until(lambda: of(out, "reformed"), within_s=60), process.communicate()
+    assert wait_until(lambda: of(out, "reformed"), within_s=PATIENCE_S), process.communicate()
     other = pids(out)["worker-1"]
     alone = host_of(network, other)
     set_link(network, alone, "down")
@@ -199,7 +199,7 @@ def workers_and_hosts_die_and_are_cut_off(network: Network, address: str, direct
     for pid in pids_on(ended):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    assert wait_until(lambda: len(of(out, "reformed")) == 2, within_s=60), process.communicate()
+    assert wait_until(lambda: len(of(out, "reformed")) == 2, within_s=PATIENCE_S), process.communicate()
     num_steps = len((out.parent / "log" / "rank-0").read_text().splitlines())
     wait_for(process, out, num_steps=num_steps + 3)  # they have met by then
     cut_off = host_of(network, pids(out)["worker-4"])

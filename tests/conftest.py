@@ -12,27 +12,29 @@ import psutil
 import pytest
 import ray
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from paceline.engines import world
 from paceline.training import summed_loss
 from tests import programs, ray_forks
 
-LEFTOVERS_GRACE_S = 30.0
+LEFTOVERS_GRACE_S = 100.0
 
 # Helpers of multiprocessing that by design live as long as the process that started them.
 STANDARD_LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 # Small models gain nothing by more threads, which fight for the cores that other tests use. Processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.update(RAY_worker_niceness="0")  # at Ray's 15, workers would starve beside other tests
 torch.set_num_threads(1)
 
 # A look at a loss that fails stops no script, but a test.
 summed_loss.SURPRISES = ()
 
 # With CI set, the same examples every time. `make test-slow` asks for the profile `thorough`.
-settings.register_profile("quick", deadline=None, derandomize="CI" in os.environ, max_examples=30)
-settings.register_profile("thorough", deadline=None, derandomize="CI" in os.environ, max_examples=200)
+PATIENT = {"deadline": None, "derandomize": "CI" in os.environ, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("quick", max_examples=30, **PATIENT)
+settings.register_profile("thorough", max_examples=200, **PATIENT)
 settings.load_profile("quick")
 
 

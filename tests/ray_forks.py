@@ -1,6 +1,7 @@
 """Workers of a test's Ray, which `tests/programs.py` forks: 4 s of a core less for each.
 
-Ray's node manager is told to start its workers by this file. Where no server of forks is, they start as ever.
+Ray's node manager is told to start its workers by this file. Where no server of forks is, they start as ever. And it
+may take longer to start than the half minute for which Ray would wait, as it does where tests keep all cores busy.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -19,31 +21,41 @@ from types import ModuleType
 from typing import Any
 
 _HERE = Path(__file__)
+_PATIENCE_S = 300.0
 
 
 @contextmanager
 def used() -> Iterator[None]:
     """Meanwhile every Ray that this process starts gets its workers so."""
-    from ray._private.parameter import RayParams
+    from ray._private import parameter, services
 
-    before = RayParams.update_if_absent
-    _change(RayParams)
+    before = parameter.RayParams.update_if_absent, services.get_node
+    _fork_workers(parameter)
+    _be_patient(services)
     try:
         yield
     finally:
-        RayParams.update_if_absent = before  # type: ignore[method-assign]
+        parameter.RayParams.update_if_absent, services.get_node = before  # type: ignore[method-assign]
 
 
 def use_in_program() -> None:
     """As `used`, from when this process loads Ray, if it ever does."""
-    sys.meta_path.insert(0, _OnceLoaded())
+    sys.meta_path.insert(0, _OnceLoaded({"ray._private.parameter": _fork_workers, **_PATIENT}))
+
+
+def be_patient_in_program() -> None:
+    """As `use_in_program`, but workers start as ever."""
+    sys.meta_path.insert(0, _OnceLoaded(_PATIENT))
 
 
 class _OnceLoaded(MetaPathFinder):
+    def __init__(self, changes: Mapping[str, Callable[[Any], None]]) -> None:
+        self._left = dict(changes)
+
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        if name != "ray._private.parameter":
+        change = self._left.pop(name, None)
+        if change is None:
             return None
-        sys.meta_path.remove(self)
         found = find_spec(name)
         assert found is not None
         assert found.loader is not None
@@ -51,14 +63,15 @@ class _OnceLoaded(MetaPathFinder):
 
         def load_and_change(module: ModuleType) -> None:
             load(module)
-            _change(module.RayParams)
+            change(module)
 
         found.loader.exec_module = load_and_change  # type: ignore[method-assign]
         return found
 
 
-def _change(params: Any) -> None:
-    """Ray's class of what it is started with."""
+def _fork_workers(parameter: Any) -> None:
+    """Of this module is Ray's class of what it is started with."""
+    params = parameter.RayParams
     before = params.update_if_absent
 
     def update_if_absent(self: object, **settings: object) -> None:
@@ -67,6 +80,26 @@ def _change(params: Any) -> None:
         before(self, **settings)
 
     params.update_if_absent = update_if_absent
+
+
+def _be_patient(services: Any) -> None:
+    """Of this module is what Ray asks whether its node manager is there."""
+    look = services.get_node
+
+    def get_node(*given: object, **named: object) -> object:
+        until_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return look(*given, **named)
+            except RuntimeError:
+                if time.monotonic() > until_s:
+                    raise
+            time.sleep(0.1)
+
+    services.get_node = get_node
+
+
+_PATIENT = {"ray._private.services": _be_patient}
 
 
 def main() -> None:

@@ -46,8 +46,8 @@ from tests.conformance.settings import config_of
 from tests.forks import FORKS
 
 EPOCH = 1
-GATHER_S = 0.7
-PATIENCE_S = 40.0
+GATHER_S = 5.0
+PATIENCE_S = 100.0
 SHORT_S = 0.25
 STOP_FILE = "stop"
 """A script that makes this file in its result directory asks the run to end, as a user's Ctrl-C does."""

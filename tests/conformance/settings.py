@@ -5,6 +5,10 @@ from __future__ import annotations
 from paceline.config import AfterTarget, Best, DeviceChoice, RunConfig, Target
 from paceline.interval import Interval
 
+DEADLINE_S = 120.0
+SOON_S = DEADLINE_S / 2
+"""In which nobody has waited for a deadline, also on a busy machine."""
+
 
 def config_of(
     *,
@@ -17,7 +21,7 @@ def config_of(
     target: str | None = None,
     after_target: AfterTarget = "stop",
     seed: int = 0,
-    deadline_s: float = 60.0,
+    deadline_s: float = DEADLINE_S,
     device: DeviceChoice = "cpu",
     strict: bool = False,
     attacks: tuple[str, ...] = (),

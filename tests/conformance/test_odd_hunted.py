@@ -34,6 +34,7 @@ from tests.conformance import (
 from tests.conformance.odd_steps import set_gradients
 from tests.conformance.reference import Script, train_alone
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
+from tests.conformance.settings import SOON_S
 
 SERVERS, JOINT = ("ps-bsp", "ps-ssp", "ps-asp"), ("all-reduce", "ps-bsp")
 ALONE = ("gossip", "local-sgd")
@@ -45,7 +46,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "gossip": {"own_scores": False},
     "local-sgd": {"every": 3},
 }
-SOON_S = 30.0
 
 EVERYWHERE = tuple(STRATEGIES)
 DRIFT = r"after step \d+ parameter '.*' is not the same on all ranks: on rank 1 .*Make the same change on every rank"

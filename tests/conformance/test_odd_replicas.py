@@ -31,9 +31,9 @@ from tests.conformance.scripts import (
     perceptron,
     samples,
 )
+from tests.conformance.settings import SOON_S
 
 NUM_WORKERS, NUM_STEPS = 2, 24
-SOON_S = 30.0  # less than the deadline of a wait for a peer
 
 
 class Run:

@@ -31,7 +31,6 @@ def run(row: Row, program: object, out: Path, **settings: object) -> Result:
         workers=row.workers,
         options=row.options,
         out=out,
-        deadline_s=60.0,
         **settings,  # type: ignore[arg-type]
     )
 

@@ -23,7 +23,7 @@ def test_many_runs_leave_no_descriptors_and_little_memory(tmp_path: Path) -> Non
     num_open, resident_bytes = [], []
     for number in range(NUM_RUNS):
         program = partial(launched, partial(train, num_epochs=1), tmp_path)
-        paceline.run(program, strategy="ps-asp", workers=2, out=tmp_path / str(number), deadline_s=60.0)
+        paceline.run(program, strategy="ps-asp", workers=2, out=tmp_path / str(number))
         resident_bytes.append(held_bytes())
         num_open.append(len(os.listdir("/proc/self/fd")))
     assert num_open[-1] - num_open[0] < NUM_RUNS - 1  # Ray itself opens and closes one or two meanwhile

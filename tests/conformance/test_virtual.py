@@ -149,7 +149,7 @@ def test_sleep_takes_virtual_time(tmp_path: Path) -> None:
     began_s = time.monotonic()
     result = run(script, tmp_path, "all-reduce", 2, cluster=cluster_of(), max_steps=5)
     assert result.training_time_s == pytest.approx(5 * 3600, rel=1e-3)
-    assert time.monotonic() - began_s < 60
+    assert time.monotonic() - began_s < 600  # of 18,000
     assert time.sleep.__module__ == "time"
 
 

@@ -28,7 +28,7 @@ def scheduled(directory: Path, *runs: tuple[list[dict[str, Any]], int]) -> Path:
     return path
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_one_run_outlives_deaths_of_many_kinds(start: Callable[..., Command], tmp_path: Path) -> None:
     """Memory that runs out, a joiner that dies, a worker that stops; and connections that are cut."""
     strikes = [
@@ -40,7 +40,7 @@ def test_one_run_outlives_deaths_of_many_kinds(start: Callable[..., Command], tm
     ]
     given = ["--workers", 3, "--max-steps", 100, "--schedule", scheduled(tmp_path, (strikes, 1))]
     command = start("chaos", DEMO, *given, "--out", tmp_path / "out")
-    output = command.wait(timeout_s=380)
+    output = command.wait()
     assert command.status == 0, output
     assert ", 0 wrong; again: --schedule" in output
     assert all(f"{kind} worker-" in output for kind in ("cut", "memory", "stop")), output
@@ -49,16 +49,16 @@ def test_one_run_outlives_deaths_of_many_kinds(start: Callable[..., Command], tm
     command.assert_nothing_left()
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_nothing_is_lost_in_rounds_whoever_dies(start: Callable[..., Command], tmp_path: Path) -> None:
     settings = ["--strategy", "diloco", "--option", "every=4", "--kills", 1, "--seed", 2]
     command = start("chaos", DEMO, *settings, "--out", tmp_path / "out", "--", "--epochs", 3)
-    output = command.wait(timeout_s=380)
+    output = command.wait()
     assert command.status == 0, output
     assert ", 0 wrong; again: --schedule" in output
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_servers_die_and_a_launcher_whose_disk_was_full(start: Callable[..., Command], tmp_path: Path) -> None:
     """The launcher dies before it has written another checkpoint than the one that did not fit on the disk."""
     given = ["--strategy", "ps-bsp", "--option", "servers=2", "--option", "replicas=1", "--workers", 2]
@@ -66,7 +66,7 @@ def test_servers_die_and_a_launcher_whose_disk_was_full(start: Callable[..., Com
     launchers = [strike("launcher", "writes a checkpoint", number, kind) for number, kind in ((4, "full"), (5, "kill"))]
     path = scheduled(tmp_path, (servers, 0), (launchers, 0))
     command = start("chaos", DEMO, *given, "--max-steps", 30, "--schedule", path, "--out", tmp_path / "out")
-    output = command.wait(timeout_s=380)
+    output = command.wait()
     assert command.status == 0, output
     assert "2 deaths in 2 runs, 0 wrong" in output
     assert output.count("model 0.0e+00 apart") == 2
@@ -75,7 +75,7 @@ def test_servers_die_and_a_launcher_whose_disk_was_full(start: Callable[..., Com
     assert json.loads((tmp_path / "out" / "schedule.json").read_text()) == json.loads(path.read_text())
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_each_gradient_counts_once_without_lock_step(start: Callable[..., Command], tmp_path: Path) -> None:
     """As the servers' own counts say, and the model, to which each gradient adds its own, to the last digits."""
     given = ["--strategy", "ps-asp", "--option", "servers=2", "--option", "replicas=1", "--workers", 2]

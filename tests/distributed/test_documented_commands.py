@@ -116,6 +116,6 @@ def test_commands_run(page: Path, cluster: str, program_forks: str, tmp_path: Pa
     environment = os.environ | {"PATH": os.pathsep.join(path), "RAY_ADDRESS": cluster}
     for command in commands:
         done = subprocess.run(
-            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=360, check=False
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

@@ -150,7 +150,7 @@ def trained(command: list[str], directory: Path) -> dict[str, str]:
     found = {}
     for backend in ("gloo", "paceline"):
         done = subprocess.run(
-            [*command, backend, str(directory / backend)], capture_output=True, text=True, timeout=240, check=False
+            [*command, backend, str(directory / backend)], capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == 0, done.stderr
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("trained over ")]

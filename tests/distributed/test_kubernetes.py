@@ -7,11 +7,9 @@ import json
 import os
 import secrets
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from ray.cluster_utils import Cluster
 
 from paceline.engines.ray.tokens import own_token
 from tests.distributed.harness import PACELINE
+from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,8 +51,7 @@ if "fail" in sys.argv:
 @pytest.fixture(scope="module")
 def dashboard() -> Iterator[str]:
     """Of a head without cores and a host with two, with a token, as KubeRay starts them."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     node = {"object_store_memory": 80_000_000}
     before = os.environ["PATH"]
     os.environ["PATH"] = f"{Path(PACELINE).parent}{os.pathsep}{before}"  # of the image, where `paceline` is
@@ -77,13 +75,13 @@ def submit(dashboard: str, home: Path, *arguments: str) -> str:
     path.write_text(SCRIPT)
     options = ["--image", "i", "--name", "train", "--workers", "2", "--strategy", "ps-bsp:servers=1"]
     command = [PACELINE, "kubernetes", str(path), "--script-in-image", *options, "--", *arguments]
-    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
     entrypoint = yaml.safe_load(text)["spec"]["entrypoint"].replace("$$", "$")  # as Kubernetes does
     entrypoint = entrypoint.replace("/paceline/results", str(home))
     job = secrets.token_hex(4)
     asked = f"{RAY} job submit --address {dashboard} --no-wait --submission-id {job} -- {entrypoint} ; "
     asked += f"{RAY} job logs --address {dashboard} --follow {job} ; {RAY} job status --address {dashboard} {job}"
-    done = subprocess.run(["bash", "-c", "--", asked], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(["bash", "-c", "--", asked], capture_output=True, text=True, timeout=600, check=False)
     return done.stdout + done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 from paceline import kv
 from paceline.errors import UsageError
 from paceline.kv import serving
+from tests.distributed.harness import wait_until
 
 PAGE = Path(__file__).parents[2] / "docs" / "kv.md"
 
@@ -24,7 +26,7 @@ def test_the_pages_example(tmp_path: Path) -> None:
     example = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)[0]
     assert example.count("\n") < 40
     (tmp_path / "means.py").write_text(example)
-    done = subprocess.run([sys.executable, "means.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "means.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     found = re.findall(r"worker \d: \[([^]]*)\], ", done.stdout)
     assert len(found) == 2
@@ -47,7 +49,7 @@ def test_servers_end_with_whoever_started_them(tmp_path: Path) -> None:
         assert len(children) >= 2
         starter.kill()
         starter.wait()
-        assert not psutil.wait_procs(children, timeout=30)[1]
+        assert not psutil.wait_procs(children, timeout=300)[1]
 
 
 @pytest.mark.slow
@@ -61,17 +63,19 @@ def test_a_function_that_servers_cannot_import_is_refused() -> None:
 
 
 def hang(rows: torch.Tensor, pushed: torch.Tensor) -> None:
-    time.sleep(100)
+    Path(os.environ["PACELINE_TEST_HANGS"]).touch()
+    time.sleep(1000)
 
 
 @pytest.mark.slow
-def test_a_server_whose_function_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_whose_function_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "_END_S", 0.5)
+    monkeypatch.setenv("PACELINE_TEST_HANGS", str(tmp_path / "hangs"))
     spec = kv.Spec(servers=1, workers=1, functions={"hang": kv.Function("tests.distributed.test_kv:hang")})
     with kv.serve(spec) as group:
         store = group.connect(0)
         store.push([1], torch.ones(1), function="hang")
         store.close(waits=False)
-        time.sleep(0.5)
+        assert wait_until((tmp_path / "hangs").exists)
         began_s = time.monotonic()
-    assert 0.4 < time.monotonic() - began_s < 30
+    assert 0.4 < time.monotonic() - began_s < 300

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from paceline.engines.striking import connections
 from paceline.membership import Membership
 from paceline.records import EventRecord, read_records
 
-LEASE_S = 1.5
+LEASE_S = 4.0
 
 
 def turn_for(controller: Controller, seconds: float) -> None:
@@ -38,13 +39,13 @@ def test_a_worker_ends_when_the_launcher_is_silent_and_not_while_it_waits_for_a_
     )
     controller.leases = {"worker-1": LEASE_S}
     turn_for(controller, 1.0)
-    pulses = line._num_pulses
+    pulses, began_s = line._num_pulses, time.monotonic()
     turn_for(controller, 2.0)
-    assert line._num_pulses - pulses < 2 * 20, "an answer is asked for again at once"
+    assert line._num_pulses - pulses < 20 * (time.monotonic() - began_s), "an answer is asked for again at once"
     controller._files._jobs.put(lambda: time.sleep(LEASE_S + 0.5))
-    assert controller.finish_files(limit_s=10)
+    assert controller.finish_files(limit_s=60)
     assert not ended.is_set()
-    assert ended.wait(10)
+    assert ended.wait(60)
     line.close()
     controller.close()
 
@@ -102,7 +103,7 @@ def test_who_starts_on_another_host_has_a_lease_and_is_given_up_when_it_is_over(
         survival.end_silent()
         assert controller.leases == {"worker-1": 9.0, "worker-2": 9.0}
         assert controller.expelled == expelled
-    assert survival.why("worker-2").startswith("it was silent for 10.")
+    assert re.match(r"it was silent for 1\d\.", survival.why("worker-2"))
     survival.end("worker-2")
     survival.end_silent()
     assert controller.leases["worker-2"] is None

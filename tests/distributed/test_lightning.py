@@ -300,7 +300,7 @@ def test_what_cannot_be_honoured_is_refused(
 @pytest.mark.usefixtures("forked_programs")
 def test_recipes(recipe: str, strategy: str, tmp_path: Path) -> None:
     command = ["paceline", "run", str(RECIPES / f"{recipe}.py"), "--strategy", strategy, "--workers", "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (accuracy,) = re.findall(r"accuracy (\S+) .*on 2 workers", done.stdout + done.stderr)
     assert float(accuracy) > 0.9

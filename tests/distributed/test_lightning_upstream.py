@@ -66,7 +66,7 @@ def test_lightnings_own_tests_pass(test: str, plugin: str, says: str, tmp_path: 
         cwd=tests,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

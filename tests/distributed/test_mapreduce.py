@@ -177,7 +177,7 @@ def test_rows_that_ray_has_no_room_for_are_refused(recipe: SimpleNamespace, ray_
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("forked_programs")
 def test_the_command(recipe: SimpleNamespace, tmp_path: Path) -> None:
     """Its tables, figures and numbers, with Paceline's own step beside Ray's, and Spark where it is installed."""
@@ -191,7 +191,7 @@ def test_the_command(recipe: SimpleNamespace, tmp_path: Path) -> None:
         "--svg",
         str(tmp_path / "a.svg"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     has_spark = recipe.on_spark.missing() is None
     assert ("Spark is left out" in done.stdout) == (not has_spark)

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.namespaces import Network
 from tests.distributed.harness import PACELINE, SCRIPTS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SCRIPT = str(SCRIPTS / "interfaces.py")
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 ADDRESSES = {"eth0": ("10.77.0.1", "10.77.0.2"), "ib0": ("10.78.0.1", "10.78.0.2")}
@@ -68,7 +68,7 @@ def test_torchrun(two_ways: Network, tmp_path: Path, variables: dict[str, str], 
         host: [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number), *meeting, *script]
         for number, host in enumerate(network.hosts)
     }
-    network.run_all(commands, timeout_s=200)
+    network.run_all(commands, timeout_s=600)
     require_way(said_by(tmp_path), chosen, listens=True)
 
 
@@ -85,5 +85,5 @@ def test_a_run_takes_the_address_that_ray_was_started_with(two_ways: Network, tm
         directory = tmp_path / strategy.partition(":")[0]
         directory.mkdir()
         settings = ["--strategy", strategy, "--workers", "2", "--address", address, "--out", str(directory / "out")]
-        network.run(hosts[0], [PACELINE, "run", SCRIPT, *settings, "--", str(directory)], timeout_s=200)
+        network.run(hosts[0], [PACELINE, "run", SCRIPT, *settings, "--", str(directory)], timeout_s=600)
         require_way(said_by(directory), chosen, listens=strategy == "all-reduce")

@@ -41,7 +41,6 @@ backends = pytest.mark.parametrize("backend", ["torch", "jax", tensorflow])
 def ran(script: Path, *options: str, workers: int, backend: str = "jax", cwd: Path) -> str:
     """What it says. TensorFlow is slow to load: one process has all workers."""
     engine = ["--engine", "virtual", "--cluster", "lab-1gbe"] if backend == "tensorflow" else []
-    limit_s = 600 if backend == "tensorflow" else 200
     launched = [PACELINE, "run", str(script), "--strategy", "all-reduce", "--workers", str(workers), *engine, "--"]
     command = launched if workers > 1 else [sys.executable, str(script)]
     environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -49,7 +48,7 @@ def ran(script: Path, *options: str, workers: int, backend: str = "jax", cwd: Pa
         (cwd / "sitecustomize.py").write_text(f"import sys\n\nsys.path.append({ELSEWHERE!r})\n")
         environment["PYTHONPATH"] = os.pathsep.join([str(cwd), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [*command, *options], env=environment, cwd=cwd, capture_output=True, text=True, timeout=limit_s, check=False
+        [*command, *options], env=environment, cwd=cwd, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -17,7 +17,7 @@ def test_a_cell_is_counted_and_its_study_goes_on(data_directory: Path, tmp_path:
     command = [sys.executable, str(RECIPE), "table-1", "--only", "1", "--seeds", "1", "--most", "0.05"]
     for _ in range(2):
         done = subprocess.run(
-            [*command, "--rates", "0.1", "--out", str(tmp_path)], capture_output=True, text=True, timeout=120
+            [*command, "--rates", "0.1", "--out", str(tmp_path)], capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
         row = done.stdout.splitlines()[-2].split("│")[1:-1]

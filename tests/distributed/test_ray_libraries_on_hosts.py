@@ -20,7 +20,7 @@ RECIPE = SCRIPTS.parents[2] / "recipes" / "mnist_mirrored.py"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.ray,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         any(find_spec(name) is None for name in ("pyarrow", "accelerate")),
         reason="Ray Data or Accelerate is not installed (paceline[frameworks])",
@@ -45,7 +45,7 @@ def test_workers_on_two_hosts_train_as_one_process(hosts: Network, tmp_path: Pat
             torch.testing.assert_close(torch.tensor(each["weight"]), torch.tensor(alone["weight"]), atol=1e-5, rtol=0.0)
     out = tmp_path / "recipe"
     options = ["--workers", "2", "--dataset", "digits", "--epochs", "3", "--address", address, "--out", str(out)]
-    hosts.run(hosts.hosts[0], [sys.executable, str(RECIPE), *options], timeout_s=300)
+    hosts.run(hosts.hosts[0], [sys.executable, str(RECIPE), *options], timeout_s=600)
     assert Result.open(out).metrics["accuracy"] > 0.85
     script = RECIPE.parent / "frameworks" / "accelerate_text.py"  # which asks for the first worker's address
     options = [
@@ -58,5 +58,5 @@ def test_workers_on_two_hosts_train_as_one_process(hosts: Network, tmp_path: Pat
         "--out",
         str(tmp_path / "accelerate"),
     ]
-    said = hosts.run(hosts.hosts[0], [PACELINE, "run", str(script), *options, "--", "--epochs", "1"], timeout_s=300)
+    said = hosts.run(hosts.hosts[0], [PACELINE, "run", str(script), *options, "--", "--epochs", "1"], timeout_s=600)
     assert "all-reduce, 2 worker(s)" in said

@@ -16,7 +16,7 @@ from benchmarks.namespaces import Network
 from tests.distributed.harness import PACELINE
 from tests.distributed.test_slurm import write_script
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1800)]
 NAMES = ("algo-1", "algo-2")
 
 
@@ -51,7 +51,7 @@ def started(job: Network, directory: Path, *options: str, token: str) -> list[su
 
 
 def said_by(process: subprocess.Popen[str]) -> str:
-    said, errors = process.communicate(timeout=200)
+    said, errors = process.communicate(timeout=600)
     return said + errors
 
 

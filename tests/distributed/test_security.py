@@ -105,7 +105,7 @@ def num_steps(out: Path) -> int:
 def require_that_it_goes_on(out: Path) -> None:
     """The run trains, and has heard nothing that it had to refuse."""
     before = num_steps(out)
-    assert wait_until(lambda: num_steps(out) > before + 20, within_s=60)
+    assert wait_until(lambda: num_steps(out) > before + 20)
     assert '"refused"' not in (out / "events.jsonl").read_text()
 
 
@@ -121,7 +121,7 @@ def test_a_run_on_one_host(start: Callable[..., Command], tmp_path: Path) -> Non
     out = tmp_path / "out"
     strategy = ["--strategy", "ps-bsp", "--workers", 2, "--option", "servers=1"]
     command = start("run", TRAIN, *strategy, "--out", out, "--", *TRAINING, **COLD)
-    assert wait_until(lambda: is_training(out), within_s=120), command.wait(timeout_s=1)
+    assert wait_until(lambda: is_training(out)), command.wait(timeout_s=1)
     launcher = psutil.Process(command.process.pid)
     pids = [process.pid for process in (launcher, *launcher.children(recursive=True))]
     found = listening(pids, own=own_address())
@@ -133,7 +133,7 @@ def test_a_run_on_one_host(start: Callable[..., Command], tmp_path: Path) -> Non
     users = [None, NOBODY] if os.geteuid() == 0 else [None]
     for user in users:
         asked = told(ports, paths=private_paths(pids) if user is not None else (), user=user)
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
         require_that_nobody_got_in(json.loads(done.stdout), protections)
     require_that_it_goes_on(out)
@@ -142,14 +142,14 @@ def test_a_run_on_one_host(start: Callable[..., Command], tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_run_on_two_hosts_with_a_stranger_on_their_network(hosts: Network, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first, second, outside = hosts.hosts
     address = replace(hosts, hosts=(first, second)).start_ray()
     command = [PACELINE, "run", str(TRAIN), "--strategy", "ps-bsp", "--workers", "2", "--option", "servers=2"]
     launcher = hosts.start(first, [*command, "--address", address, "--out", str(out), "--", *TRAINING])
-    assert wait_until(lambda: is_training(out) or launcher.poll() is not None, within_s=150)
+    assert wait_until(lambda: is_training(out) or launcher.poll() is not None)
     assert launcher.poll() is None, launcher.communicate()
     ports, protections = [], {}
     seen: set[Socket] = set()
@@ -169,4 +169,4 @@ def test_a_run_on_two_hosts_with_a_stranger_on_their_network(hosts: Network, tmp
         require_that_nobody_got_in(json.loads(said), protections)
     require_that_it_goes_on(out)
     launcher.terminate()
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=600)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import socket
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -36,6 +35,7 @@ from paceline.served.form import EPOCH, VERSION
 from tests.distributed.harness import SCRIPTS, wait_until
 from tests.distributed.own_network import own_network
 from tests.forks import FORKS
+from tests.ports import free_port
 
 SCRIPT = SCRIPTS / "own_data.py"
 LR, BATCH = 0.05, 10
@@ -86,12 +86,6 @@ def accepted(result: Result) -> list[list[int]]:
     return [sorted(clients) for clients in rounds.values()]
 
 
-def free_port() -> int:
-    with closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 def listening_ports() -> set[int]:
     return {each.laddr.port for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
 
@@ -136,11 +130,11 @@ def test_two_clients_and_a_stranger(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     # Whoever finds nobody there tries again, which might be when all is over.
-    assert wait_until(lambda: port in listening_ports(), within_s=60)
+    assert wait_until(lambda: port in listening_ports())
     with closing(ServerSocket(Ticket.read(others.path_of(0)))) as stranger:
         stranger.send(Message(Kind.JOIN, EPOCH, body={"version": VERSION}))
         for process in processes:
-            process.join(timeout=120)
+            process.join(timeout=300)
         assert stranger.receive(0.0) is None
     assert [process.exitcode for process in processes] == [0, 0, 0]
     result = Result(tmp_path / "tickets" / "run")
@@ -227,7 +221,7 @@ def served(directory: Path, strategy: str, options: dict[str, str], *, num_clien
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=60)
+        process.join(timeout=300)
         process.kill()
     assert [process.exitcode for process in processes] == [0] * len(processes)
     return Result(directory / "tickets" / "run")
@@ -307,7 +301,7 @@ def sends_rubbish(directory: Path) -> None:
 SHAPES = {"0.weight": (4, 5), "0.bias": (4,), "2.weight": (1, 4), "2.bias": (1,)}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_eight_clients_of_which_one_dies_one_is_late_and_one_sends_rubbish(tmp_path: Path) -> None:
     """Meanwhile the server is killed, too, and begins its round again."""
@@ -333,10 +327,10 @@ def test_eight_clients_of_which_one_dies_one_is_late_and_one_sends_rubbish(tmp_p
             for client in (0, 1, 2, 3, 4, KILLED)
         }
         try:
-            assert wait_until(lambda: rounds_done() >= 2, within_s=120)
+            assert wait_until(lambda: rounds_done() >= 2)
             honest[KILLED].kill()
             hostile = start(others[HOSTILE], sends_rubbish, tmp_path)
-            assert wait_until(lambda: rounds_done() >= 4, within_s=120)
+            assert wait_until(lambda: rounds_done() >= 4)
             server.kill()
             server.join()
             before = rounds_done()
@@ -354,10 +348,10 @@ def test_eight_clients_of_which_one_dies_one_is_late_and_one_sends_rubbish(tmp_p
 
             assert wait_until(has_seen_all, within_s=400)
             (tmp_path / "enough").touch()
-            server.join(timeout=60)
+            server.join(timeout=300)
             assert server.exitcode == 0
             for client in (0, 1, 2, 3, 4, LATE):
-                honest[client].join(timeout=120)
+                honest[client].join(timeout=300)
                 assert honest[client].exitcode == 0
         finally:
             for process in (server, *honest.values(), hostile):

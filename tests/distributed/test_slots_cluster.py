@@ -43,7 +43,7 @@ assert not [name for name in os.listdir({str(tmp_path)!r}) if name.startswith('.
     command = [PACELINE, "run", script.name]
     options = ["--workers", "3", "--strategy", "ps-bsp:servers=1", "--out", "results"]
     return subprocess.run(
-        [*command, *options], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
+        [*command, *options], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -59,7 +59,7 @@ def left_in(directory: Path) -> list[str]:
     return left
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_job_trains_on_two_hosts_and_leaves_nothing(tmp_path: Path, launcher: str) -> None:
     done = run_in_job(tmp_path, launcher, LAUNCHERS[launcher])
@@ -70,7 +70,7 @@ def test_a_job_trains_on_two_hosts_and_leaves_nothing(tmp_path: Path, launcher: 
     assert left_in(tmp_path) == []
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 def test_a_host_that_does_not_come_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     done = run_in_job(tmp_path, "blaunch", "echo no host for you; exit 1")
     assert done.returncode != 0

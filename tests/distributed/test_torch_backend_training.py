@@ -269,7 +269,7 @@ def test_a_script_under_torchrun(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["gradient 6.0 paceline"] * 2
 
@@ -282,7 +282,7 @@ print(hasattr(torch.distributed.Backend, "PACELINE"))
 (own,) = [entry for entry in entry_points(group="torch.backends") if entry.name == "paceline"]
 before_s = time.process_time()
 own.load()()
-print(time.process_time() - before_s < 0.05)
+print(time.process_time() - before_s < before_s / 40)
 """
 
 
@@ -290,9 +290,9 @@ print(time.process_time() - before_s < 0.05)
 def test_import_torch_registers_the_name_and_loads_nothing_else(switch: str, loaded: str) -> None:
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": switch}
     command = [sys.executable, "-c", LOADED]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600, env=environment)
     assert done.stdout.splitlines() == [loaded, str(switch == "1"), "True"], (
-        "the last: it takes at most 50 ms of a core"
+        "the last: it takes at most a small part of what torch itself takes"
     )
 
 

@@ -28,7 +28,7 @@ from tests.distributed.scripts import full_batch
 
 pytestmark = pytest.mark.ray
 NUM_STEPS = 20
-SOON_S = 120.0  # of a busy machine; the deadline is 300 s
+SOON_S = 240.0  # of a busy machine; the deadline is 300 s
 MARK = "PACELINE_TEST_CLUSTER"
 
 
@@ -132,7 +132,7 @@ def test_killed_worker_on_the_other_node(cluster: Cluster, tmp_path: Path, strat
     print(f"{strategy}: {took_s:.1f} s from the kill to the end")
     assert took_s < SOON_S
     assert str(caught.value) == f"worker 1 (process {pids(out)['worker-1']}) died during step 5"
-    assert wait_until(lambda: not _sleepers(), within_s=90)
+    assert wait_until(lambda: not _sleepers())
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_killed_node(cluster: Cluster, tmp_path: Path) -> None:
     struck: list[float] = []
 
     def strike() -> None:
-        wait_until(lambda: is_training(out), within_s=120)
+        wait_until(lambda: is_training(out))
         processes = _of_node(pids(out)["worker-1"])
         struck.append(time.time())
         for process in processes:

@@ -25,7 +25,7 @@ from paceline.torch_backend import BACKEND_NAME
 
 WORLD_SIZE, LARGE_WORLD_SIZE = "4", "8"
 """Some tests leave themselves out for one of the two."""
-MEETING_S = 60
+MEETING_S = 300
 TOO_SMALL = "Skipped due to small world size."
 OF_MPI = "Only MPI supports"
 
@@ -64,6 +64,7 @@ def _load() -> ModuleType:
 
     os.environ["BACKEND"] = BACKEND_NAME
     distributed_test.BACKEND = _Name(BACKEND_NAME)  # type: ignore[attr-defined]
+    distributed_test.default_pg_timeout = MEETING_S
     return distributed_test
 
 
@@ -78,8 +79,8 @@ class TorchSuite(theirs.TestDistBackend, theirs.DistributedTest._DistTestBase): 
         self._start_processes(multiprocessing.get_context("fork").Process)
 
     def _barrier(self, *arguments: Any, **settings: Any) -> None:
-        """Where eight processes share two busy cores, ten seconds may not do."""
-        theirs.Barrier.sync(*arguments, **{"timeout": MEETING_S, **settings})
+        """Where eight processes share two busy cores, the seconds that tests give may not do."""
+        theirs.Barrier.sync(*arguments, **{**settings, "timeout": MEETING_S})
 
 
 for _test in vars(theirs.DistributedTest._DistTestBase).values():

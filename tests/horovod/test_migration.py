@@ -225,7 +225,7 @@ def test_both_train_the_same(tmp_path: Path) -> None:
     weights = []
     for name in ("legacy.py", "migrated.py"):
         command = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", name]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
         (line,) = (line for line in done.stdout.splitlines() if line.startswith("weights"))
         weights.append(line)

@@ -17,7 +17,7 @@ from paceline.horovod.ray import ElasticRayExecutor, RayExecutor, RayHostDiscove
 from paceline.horovod.ray.runner import Coordinator, MiniSettings
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "horovod_on_ray"
-SETTINGS = MiniSettings(timeout_s=100, placement_group_timeout_s=100)
+SETTINGS = MiniSettings(timeout_s=300, placement_group_timeout_s=300)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_function_under_horovod_s_own_name_in_as_many_workers_as_there_is_room
     pids = executor.run(_under_horovod_s_name)
     assert len({*pids}) == 2
     executor.shutdown()
-    until_s = time.monotonic() + 100
+    until_s = time.monotonic() + 300
     while any(b"Horovod" in _title(pid) for pid in pids) and time.monotonic() < until_s:
         time.sleep(0.1)
     assert not any(b"Horovod" in _title(pid) for pid in pids)
@@ -167,11 +167,11 @@ def test_an_elastic_job_grows_with_its_hosts(is_older: bool, ray_here: None) -> 
     executor: Any
     if is_older:
         executor = ElasticRayExecutor(
-            settings := ElasticRayExecutor.create_settings(timeout_s=100), override_discovery=False
+            settings := ElasticRayExecutor.create_settings(timeout_s=300), override_discovery=False
         )
         settings.discovery = hosts
     else:
-        settings = MiniSettings(timeout_s=100, discovery=hosts)
+        settings = MiniSettings(timeout_s=300, discovery=hosts)
         executor = RayExecutor(settings, min_workers=1, override_discovery=False)
     executor.start()
     assert executor.run(_grow, callbacks=[hear]) == [[1, 2], [1, 2]]
@@ -198,9 +198,9 @@ def test_there_is_room_for_another_where_a_worker_has_failed(ray_here: None) -> 
     host = ray.nodes()[0]["NodeManagerAddress"]
     try:
         fleet.start(1, host)
-        assert ended.get(timeout=100) == (1, 1)
+        assert ended.get(timeout=300) == (1, 1)
         fleet.start(2, host)
-        assert ended.get(timeout=100) == (2, 0)
+        assert ended.get(timeout=300) == (2, 0)
     finally:
         fleet.close()
     assert fleet.results == {2: "done"}

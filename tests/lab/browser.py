@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, sync_playwright
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_DRAWN_MS = 60_000
+_PATIENCE_MS = 300_000
 _ALL_DRAWN = "document.documentElement.dataset.drawn == document.querySelectorAll('.plot').length"
 DESKTOP, PHONE = (1280, 900), (390, 844)
 
@@ -30,7 +30,9 @@ needs_browser = pytest.mark.skipif(
 def launched() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         # Root, as which CI containers run, may not use Chromium's sandbox.
-        browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=find_browser(), args=["--no-sandbox"], timeout=_PATIENCE_MS
+        )
         yield browser
         browser.close()
 
@@ -52,6 +54,7 @@ def opened(browser: Browser, file: Path, *, size: tuple[int, int] = DESKTOP, sch
     """
     width, height = size
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    context.set_default_timeout(_PATIENCE_MS)
     loaded = Loaded(context.new_page())
     own = file.resolve().as_uri()
 
@@ -66,8 +69,8 @@ def opened(browser: Browser, file: Path, *, size: tuple[int, int] = DESKTOP, sch
     loaded.page.on("console", lambda said: loaded.complaints.append(f"{said.type}: {said.text}"))
     loaded.page.on("pageerror", lambda error: loaded.complaints.append(str(error)))
     loaded.page.goto(own)
-    loaded.page.wait_for_selector("html[data-drawn]", timeout=_DRAWN_MS)
+    loaded.page.wait_for_selector("html[data-drawn]")
     loaded.page.evaluate("document.getElementById('more')?.setAttribute('open', '')")
-    loaded.page.wait_for_function(_ALL_DRAWN, timeout=_DRAWN_MS)
+    loaded.page.wait_for_function(_ALL_DRAWN)
     yield loaded
     context.close()

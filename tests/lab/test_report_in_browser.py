@@ -164,7 +164,7 @@ def test_colours_follow_the_reader_and_print_is_light(browser: Browser, director
 
 def _wait_for(holds: Callable[[], bool]) -> None:
     """Playwright's own waiting evaluates strings, which the page's content security policy forbids."""
-    until_s = time.monotonic() + 60.0
+    until_s = time.monotonic() + 300.0
     while not holds():
         assert time.monotonic() < until_s
         time.sleep(0.05)

@@ -29,7 +29,7 @@ MEETING_S = 60.0
 class World(Ranks):
     """Ranks with a collective each, which functions are given."""
 
-    def __init__(self, backend: str, size: int, *, deadline_s: float | None = 20.0) -> None:
+    def __init__(self, backend: str, size: int, *, deadline_s: float | None = MEETING_S) -> None:
         super().__init__(size)
         self.backend = backend
         self._deadline_s = deadline_s

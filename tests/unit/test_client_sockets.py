@@ -13,6 +13,7 @@ from paceline.comm.client_sockets import ClientsSocket, ServerSocket
 from paceline.comm.tickets import Ticket, Tickets
 from paceline.messages import Kind, Message
 from paceline.served.form import EPOCH
+from tests.ports import free_port
 
 
 class Router:
@@ -56,8 +57,7 @@ class Router:
 
 @pytest.fixture
 def port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        return int(taken.getsockname()[1])
+    return free_port()
 
 
 def test_a_client_whose_connection_was_forgotten_is_heard_again_at_once(port: int, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_client_whose_connection_was_forgotten_is_heard_again_at_once(port: in
             assert heard is not None, f"mute after the router was started anew {number} time(s)"
             routes.append(heard[0])
             server.send(heard[0], Message(Kind.PULSE, EPOCH, iteration=number))
-            answer = client.receive(5.0)
+            answer = client.receive(60.0)
             assert answer is not None
             assert Message.decode(answer, epoch=EPOCH).iteration == number
             router.restart()

@@ -118,13 +118,15 @@ def run_late(collective: Collective, what: str) -> list[tuple[str, str, float]]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_deadline_counts_for_what_was_agreed_on_before(backend: str) -> None:
-    with World(backend, 3, deadline_s=SHORT_S) as world:
+    with World(backend, 3) as world:
         for name, message, _ in world.run(run_late_again)[:2]:
             assert name == "DeadlineExceeded"
             assert "rank 2 has not taken part in all_reduce(sum)" in message
 
 
 def run_late_again(collective: Collective) -> tuple[str, str, float]:
+    collective.barrier()
+    collective.set_deadline(SHORT_S)
     for _ in range(5):
         collective.all_reduce(torch.ones(3)).wait()
     if collective.rank == 2:

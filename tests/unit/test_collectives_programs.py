@@ -69,7 +69,7 @@ def test_any_order_of_operations(backend: str, size: int, run: Callable[..., str
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("backend", "size", "num_calls"), [("shared_memory", 3, 10_000), ("gloo", 2, 5_000)])
 def test_mixed_operations_leak_nothing(backend: str, size: int, num_calls: int) -> None:
     before = shared_memory()

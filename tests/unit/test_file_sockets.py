@@ -38,7 +38,7 @@ def test_several_copy_it_at_once_and_each_piece_crosses_once(monkeypatch, num_by
     send = Caller.send
     monkeypatch.setattr(Caller, "send", lambda self, message: (sent.append(message.clock), send(self, message)))
     copies = [memory(), memory()]
-    given = {"endpoint": offered.endpoint, "num_bytes": num_bytes, "epoch": EPOCH, "patience_s": 10.0}
+    given = {"endpoint": offered.endpoint, "num_bytes": num_bytes, "epoch": EPOCH, "patience_s": 60.0}
     threads = [
         threading.Thread(target=copy_file, args=(copy, keys), kwargs={**given, "identity": f"joiner-{copy}"})
         for copy in copies
@@ -62,13 +62,13 @@ def test_whoever_does_not_answer_is_lost(stranger: str) -> None:
     ends = threading.Thread(target=lambda: (listener.socket.recv_multipart(), listener.close()))
     if stranger == "ends":
         ends.start()
-    patience_s = 0.3 if stranger == "silent" else 30.0
+    patience_s = 0.3 if stranger == "silent" else 60.0
     began_s = time.monotonic()
     with pytest.raises(PeerLost, match="has ended, or does not answer"):
         copy_file(
             copy, keys, endpoint=listener.endpoint, num_bytes=9, identity="joiner-1", epoch=EPOCH, patience_s=patience_s
         )
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 30
     if stranger == "ends":
         ends.join()
     listener.close()
@@ -88,7 +88,9 @@ def test_a_piece_of_another_length_is_refused(content: bytes) -> None:
     thread = threading.Thread(target=answer)
     thread.start()
     with pytest.raises(PeerLost, match="no piece of it"):
-        copy_file(copy, keys, endpoint=listener.endpoint, num_bytes=9, identity="joiner-1", epoch=EPOCH, patience_s=5.0)
+        copy_file(
+            copy, keys, endpoint=listener.endpoint, num_bytes=9, identity="joiner-1", epoch=EPOCH, patience_s=60.0
+        )
     thread.join()
     listener.close()
     os.close(copy)
@@ -104,7 +106,7 @@ def test_what_is_no_question_is_left_unanswered() -> None:
     caller.send(Message(Kind.PULL, EPOCH))
     caller.socket.send_multipart([b"nothing", b"{"])
     caller.send(Message(Kind.PIECE, EPOCH, clock=3))
-    assert caller.socket.poll(5000)
+    assert caller.socket.poll(60_000)
     answer = Message.decode(caller.receive() or [], epoch=EPOCH)
     assert (answer.clock, bytes(answer.payload[0])) == (3, b"tent")
     assert not caller.socket.poll(100)

@@ -64,7 +64,7 @@ def until_said(guard: subprocess.Popen[bytes], word: bytes) -> None:
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_guard_ends_as_its_launcher(tmp_path: Path, status: int) -> None:
     guard = guarded(tmp_path, str(status))
-    assert guard.wait(timeout=60) == status
+    assert guard.wait(timeout=600) == status
     assert not is_under_way(tmp_path)
 
 
@@ -76,7 +76,7 @@ def test_signals_without_a_name_are_told_by_number() -> None:
 @pytest.mark.slow
 def test_a_launcher_that_has_saved_nothing_is_not_started_again(tmp_path: Path) -> None:
     guard = guarded(tmp_path, "killed")
-    assert guard.wait(timeout=60) == 1
+    assert guard.wait(timeout=600) == 1
     assert "has left no newer checkpoint to go on from" in (tmp_path / "output.txt").read_text()
 
 
@@ -89,7 +89,7 @@ def test_what_would_end_a_guard_ends_the_launcher(tmp_path: Path) -> None:
         ask(tmp_path, {"do": "stop"})
     assert guard_of(tmp_path) == guard.pid
     guard.send_signal(signal.SIGTERM)
-    assert guard.wait(timeout=60) == 130
+    assert guard.wait(timeout=600) == 130
 
 
 def test_a_chaos_run_that_is_given_up_leaves_no_guard_and_no_launcher(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_chaos_run_that_is_given_up_leaves_no_guard_and_no_launcher(tmp_path: 
     while guard_of(tmp_path) is None or launcher_of(tmp_path) is None:
         assert guard.poll() is None
     end(tmp_path)
-    assert guard.wait(timeout=60) == -signal.SIGKILL
+    assert guard.wait(timeout=600) == -signal.SIGKILL
     while launcher_of(tmp_path) is not None:
         pass
 
@@ -114,7 +114,7 @@ def test_a_signal_to_both_is_one_interrupt_and_nobody_goes_on_after_it(tmp_path:
         assert process is not None
         os.kill(process, signal.SIGTERM)
     until_said(guard, b"['signal', 'stop']")
-    assert guard.wait(timeout=60) == 128 + signal.SIGKILL
+    assert guard.wait(timeout=600) == 128 + signal.SIGKILL
 
 
 @pytest.mark.slow
@@ -124,5 +124,5 @@ def test_a_run_that_was_interrupted_does_not_go_on(tmp_path: Path) -> None:
     )
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     guard = guarded(tmp_path, "killed")
-    assert guard.wait(timeout=60) == 1
+    assert guard.wait(timeout=600) == 1
     assert "the run goes on no more: interrupted" in (tmp_path / "output.txt").read_text()

@@ -56,7 +56,7 @@ class Hierarchy:
 
     numbers = count()
 
-    def __init__(self, hosts: Hosts, directory: Path, *, deadline_s: float = 20.0) -> None:
+    def __init__(self, hosts: Hosts, directory: Path, *, deadline_s: float = MEETING_S) -> None:
         self.hosts = hosts
         self.size = sum(map(len, hosts))
         self.world = World("gloo", self.size, deadline_s=deadline_s)

@@ -247,7 +247,7 @@ def test_kubernetes_own_reader_reads_the_same() -> None:
         job(name="y", memory="1000", command=["paceline", "run", *ODD], **{**FULL, "gpus": 1}), file="-"
     )
     command = ["kubectl", "label", "--local", "--dry-run=client", "-f", "-", "paceline=test", "-o", "json"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=600, check=True)
     decoder, rest, found = json.JSONDecoder(), done.stdout.strip(), []
     while rest:
         each, end = decoder.raw_decode(rest)
@@ -313,7 +313,7 @@ def test_the_line_that_makes_the_secret_makes_one_with_a_token() -> None:
         ["bash", "-c", f"{line} --dry-run=client -o jsonpath='{{.data.auth_token}}' | base64 -d"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     )
     assert re.fullmatch("[0-9a-f]{64}", done.stdout)

@@ -214,10 +214,9 @@ def test_attach_shows_a_run_to_the_end_of_its_process(tmp_path: Path, monkeypatc
     shown = capsys.readouterr().err.splitlines()
     assert "all-reduce x 2: step 7  0 samples/s  loss 0.5" in shown
     assert shown[-4:] == [*(f"word {number} of its end" for number in range(3)), f"{tmp_path}: cut off"]
-    assert launcher.wait(timeout=10) == 0
+    assert launcher.wait(timeout=60) == 0
 
 
-@pytest.mark.timeout(30)
 def test_attach_ends_with_a_run_whose_process_goes_on(tmp_path: Path, monkeypatch) -> None:
     """As a notebook's does, even where a detached run was in this directory before."""
     write_run(tmp_path)
@@ -239,7 +238,7 @@ def test_attach_ends_with_a_run_whose_process_goes_on(tmp_path: Path, monkeypatc
 
     is_open, thread = threading.Event(), threading.Thread(target=serve)
     thread.start()
-    assert is_open.wait(10.0)
+    assert is_open.wait(60.0)
     assert status_of(monkeypatch, "attach", tmp_path) == 0
     assert asked.is_set()
     thread.join()
@@ -253,7 +252,7 @@ def test_progress_is_the_same_after_its_way() -> None:
 def test_who_detaches_hears_why_the_run_does_not_begin(tmp_path: Path) -> None:
     code = "import sys; from paceline.cli import main; sys.exit(main())"
     given = [sys.executable, "-c", code, "run", "missing.py", "--detach"]
-    ended = subprocess.run(given, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    ended = subprocess.run(given, capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False)
     assert ended.returncode == 2
     assert "missing.py" in ended.stderr
     assert ended.stderr.count("error:") == 1

@@ -70,7 +70,7 @@ class Meeting:
     """Ranks as threads, for collective calls."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.values, self.barrier = size, [None] * size, threading.Barrier(size, timeout=30)
+        self.size, self.values, self.barrier = size, [None] * size, threading.Barrier(size, timeout=60)
         self.num_calls = 0
 
     def gather(self, rank: int) -> Callable[[Any], list[Any]]:

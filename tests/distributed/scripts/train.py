@@ -55,7 +55,7 @@ def fault():
 def strike(pid):
     while not is_recorded(worker.rank, args.step - 1):
         time.sleep(0.05)
-    time.sleep(0.3)  # word of a step follows its record
+    time.sleep(1.0)  # word of a step follows its record
     (args.results / "struck").write_text(str(time.time()))
     os.kill(pid, signal.SIGKILL)
 

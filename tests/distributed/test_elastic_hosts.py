@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.namespaces import SWITCH, Host, Network
-from tests.distributed.harness import PACELINE, SCRIPTS, pids, wait_until
+from tests.distributed.harness import SCRIPTS, pids, wait_until
 from tests.distributed.own_network import own_network
 from tests.distributed.test_elastic import of, require_each_sample_once, require_same_model, undisturbed
 from tests.distributed.test_elastic_rounds import require_replayed
@@ -34,9 +34,13 @@ DEADLINE_S = 3.0
 
 
 @pytest.fixture
-def four_hosts() -> Iterator[Network]:
-    with own_network(4) as network:
+def four_hosts(program_forks: str) -> Iterator[Network]:
+    with own_network(4, program_forks) as network:
         yield network
+
+
+def paceline(network: Network) -> str:
+    return str(network.programs / "paceline")
 
 
 def start(
@@ -53,7 +57,7 @@ def start(
     log.mkdir(parents=True)
     settings = ["--workers", str(workers), "--address", address, "--elastic", "1:6", "--out", str(out), *options]
     given = [*map(str, arguments), "--samples", str(samples), "--step-s", str(step_s), "--log", str(log)]
-    return network.start(network.hosts[0], [PACELINE, "run", SCRIPT, *settings, "--", *given]), out
+    return network.start(network.hosts[0], [paceline(network), "run", SCRIPT, *settings, "--", *given]), out
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -101,7 +105,9 @@ def set_link(network: Network, host: Host, state: str) -> None:
 
 
 def scale(network: Network, out: Path, workers: int) -> str:
-    return network.run(network.hosts[0], [PACELINE, "scale", str(out), "--workers", str(workers)], timeout_s=60)
+    return network.run(
+        network.hosts[0], [paceline(network), "scale", str(out), "--workers", str(workers)], timeout_s=60
+    )
 
 
 def go_on(process: subprocess.Popen[str], out: Path, *, held_at: Sequence[int]) -> None:
@@ -165,7 +171,7 @@ def chaos_strikes_links_and_nodes(network: Network, address: str, directory: Pat
     (directory / "given.json").write_text(json.dumps({"runs": runs}))
     settings = ["--workers", "3", "--max-steps", "60", "--address", address]
     files = ["--schedule", str(directory / "given.json"), "--out", str(directory / "out")]
-    process = network.start(network.hosts[0], [PACELINE, "chaos", str(DEMO), *settings, *files])
+    process = network.start(network.hosts[0], [paceline(network), "chaos", str(DEMO), *settings, *files])
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, output + errors
     assert "2 deaths in 2 runs, 0 wrong" in output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ import pytest
 from paceline.data import load
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "other_frameworks"
-PACELINE = str(Path(sys.executable).with_name("paceline"))
 CLOSE = {"atol": 1e-5, "rtol": 0.0}
 EVERY, EPOCHS, GLOBAL_BATCH = 4, 2, 64
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("forked_programs"),
     pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed (paceline[frameworks])"),
 ]
 needs_keras = pytest.mark.skipif(find_spec("keras") is None, reason="Keras is not installed (paceline[frameworks])")
@@ -35,8 +34,8 @@ backends = pytest.mark.parametrize(
 
 def ran(script: Path, *options: str, workers: int, backend: str = "jax", cwd: Path) -> str:
     """What it says."""
-    launched = [PACELINE, "run", str(script), "--strategy", "all-reduce", "--workers", str(workers), "--"]
-    command = launched if workers > 1 else [sys.executable, str(script)]
+    launched = ["paceline", "run", str(script), "--strategy", "all-reduce", "--workers", str(workers), "--"]
+    command = launched if workers > 1 else ["python", str(script)]
     environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(
         [*command, *options], env=environment, cwd=cwd, capture_output=True, text=True, timeout=200, check=False

@@ -13,12 +13,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.namespaces import SWITCH, Host, Network
-from tests.distributed.harness import SCRIPTS, pids, wait_until
+from tests.distributed.harness import PACELINE, SCRIPTS, pids, wait_until
 from tests.distributed.own_network import own_network
 from tests.distributed.test_elastic import of, require_each_sample_once, require_same_model, undisturbed
 from tests.distributed.test_elastic_rounds import require_replayed
@@ -211,9 +212,10 @@ def test_workers_and_hosts_die_and_are_cut_off(four_hosts: Network, tmp_path: Pa
 
 
 def test_workers_join_and_none_is_left_alone(four_hosts: Network, tmp_path: Path) -> None:
-    """A run after the other on one cluster, which takes long to start."""
-    address = four_hosts.start_ray(3)
-    workers_join_on_a_host_that_comes(four_hosts, address, tmp_path / "joins")
-    workers_join_and_die_in_rounds(four_hosts, address, tmp_path / "rounds")
-    chaos_strikes_links_and_nodes(four_hosts, address, tmp_path / "chaos")
-    nobody_goes_on_alone_on_the_other_side(four_hosts, address, tmp_path / "alone")
+    """A run after the other on one cluster, which takes long to start. Chaos strikes workers that are no forks."""
+    network = replace(four_hosts, programs=Path(PACELINE).parent)
+    address = network.start_ray(3)
+    workers_join_on_a_host_that_comes(network, address, tmp_path / "joins")
+    workers_join_and_die_in_rounds(network, address, tmp_path / "rounds")
+    chaos_strikes_links_and_nodes(network, address, tmp_path / "chaos")
+    nobody_goes_on_alone_on_the_other_side(network, address, tmp_path / "alone")

@@ -27,7 +27,7 @@ PREFIX = "plnet-"
 SWITCH = f"{PREFIX}switch"
 RAY_PORT = 6379
 _BINARIES = Path(sys.executable).parent
-_RAY = [str(_BINARIES / "ray"), "start", "--num-cpus=1", "--object-store-memory=80000000"]
+_RAY = ["start", "--num-cpus=1", "--object-store-memory=80000000"]
 _RAY += ["--disable-usage-stats", "--include-log-monitor=false"]
 _HERE = Path(__file__).parent
 # A token bucket must hold what passes between two ticks of the kernel's clock. At 1 Gbit/s this is 625 KB, which a host
@@ -67,6 +67,8 @@ class Network:
     """For files of the hosts' processes; removed with the network."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of every process on a host."""
+    programs: Path = _BINARIES
+    """The folder of `ray`."""
 
     def limit(self, rate_mbit: float) -> None:
         """Let every link carry so much each way."""
@@ -124,15 +126,18 @@ class Network:
         address = f"{head.address}:{RAY_PORT}"
         directory = f"--temp-dir={self.directory / 'ray'}"
         head_only = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", directory]
-        self.run(head, [*_RAY, *head_only, f"--node-ip-address={head.address}"], timeout_s=_JOIN_S)
+        self._start_node(head, *head_only)
         for host in others:
             self.join_ray(host, address)
         return address
 
     def join_ray(self, host: Host, address: str) -> None:
         """One more node of the cluster. Raises RuntimeError if it did not start."""
-        joining = [*_RAY, f"--address={address}", f"--node-ip-address={host.address}"]
-        self.run(host, joining, timeout_s=_JOIN_S)
+        self._start_node(host, f"--address={address}")
+
+    def _start_node(self, host: Host, *options: str) -> None:
+        ray = str(self.programs / "ray")
+        self.run(host, [ray, *_RAY, *options, f"--node-ip-address={host.address}"], timeout_s=_JOIN_S)
 
 
 def address_of(number: int) -> str:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from paceline.engines import world
+from paceline.threads import let_idle_threads_sleep
 from paceline.training import summed_loss
 from tests import programs, ray_forks
 
@@ -27,6 +28,9 @@ STANDARD_LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.update(RAY_worker_niceness="0")  # at Ray's 15, workers would starve beside other tests
 torch.set_num_threads(1)
+
+# Nor do threads that wait: servers that fork programs and workers have loaded torch before these begin.
+let_idle_threads_sleep()
 
 # A look at a loss that fails stops no script, but a test.
 summed_loss.SURPRISES = ()
@@ -50,9 +54,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("there is no GPU here, or it is hidden: `make test-gpu` runs these tests")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those with a time limit of their own begin, which are the longest: a core that got one last would end late."""
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Those with a time limit of their own begin, which are the longest: a core that got one last would end late.
+    Next to each other come those that start programs: few test processes have to start Ray then.
+
+    `make test-slow` takes properties for the sake of more examples, and leaves out those that have none.
+    """
+    if "or hypothesis" in config.option.markexpr:
+        repeated = {item for item in items if item.get_closest_marker("slow") is None and _has_own_number(item)}
+        config.hook.pytest_deselected(items=list(repeated))
+        items[:] = [item for item in items if item not in repeated]
+    items.sort(key=lambda item: (item.get_closest_marker("timeout") is None, not _starts_programs(item)))
+
+
+def _starts_programs(item: pytest.Item) -> bool:
+    """Whether it takes a Ray or forks of programs, of which each test process has its own."""
+    return item.get_closest_marker("ray") is not None or "program_forks" in getattr(item, "fixturenames", ())
+
+
+def _has_own_number(item: pytest.Item) -> bool:
+    """Whether a property says itself how many examples it has, whatever the profile."""
+    chosen = getattr(getattr(item, "obj", None), "_hypothesis_internal_use_settings", None)
+    return chosen is not None and chosen.max_examples != settings.default.max_examples
 
 
 def pytest_collection_finish() -> None:

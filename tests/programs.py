@@ -91,8 +91,8 @@ class Program:
 def served() -> Iterator[str]:
     """Meanwhile programs may be forked, by this process and those that it starts.
 
-    Gives a folder for PATH with a `paceline` and a `python` that run in forks. Programs that still run in the end are
-    killed.
+    Gives a folder for PATH with a `paceline`, a `ray` and a `python` that run in forks. Programs that still run in the
+    end are killed.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-test-forks-") as folder:
         address = os.path.join(folder, "socket")
@@ -112,9 +112,10 @@ def served() -> Iterator[str]:
 def _write_stand_ins(folder: Path) -> None:
     python = shlex.quote(sys.executable)
     fork = f"exec {python} -S -E {shlex.quote(str(_HERE))}"
-    paceline = shlex.quote(str(Path(sys.executable).with_name("paceline")))
+    paceline, ray = (shlex.quote(str(Path(sys.executable).with_name(name))) for name in ("paceline", "ray"))
     texts = {
         "paceline": f'{fork} {paceline} "$@"',
+        "ray": f'{fork} {ray} "$@"',
         "python": f'[ "$1" = -u ] && shift && export PYTHONUNBUFFERED=1\ncase "$1" in\n'
         f'*.py|-m) {fork} "$@" ;;\n*) exec {python} "$@" ;;\nesac',
     }

@@ -134,7 +134,7 @@ def coded(strategy: str, codec: str, **fields: Any) -> Row:
 ROWS = (
     Row("single", "single", 1),
     Row("all-reduce", "all-reduce", 2, in_processes="quick"),
-    Row("ring", "ring", 2),
+    Row("ring", "ring", 2, is_slow=True),
     Row("ps-bsp", "ps-bsp", 2),
     Row("ps-bsp-3-servers", "ps-bsp", 2, {"servers": 3}, in_processes="quick"),
     Row(

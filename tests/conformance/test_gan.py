@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,15 @@ def assert_learns(result: Any, *, falls_to: float = 0.95) -> None:
     assert result.metrics["distance"] != result.evaluations[0].metrics["distance"]
 
 
-@pytest.mark.parametrize("strategy", [name for name in OWN_NAMES if name not in HAVE_CLIENTS + TAKE_ONE])
+SETTINGS_OF_OTHERS = ("d-psgd", "post-local", "slowmo", "fed-yogi", "fed-adagrad")
+"""Of gossip, local-sgd and fed-adam."""
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SETTINGS_OF_OTHERS else []) for name in names]
+
+
+@pytest.mark.parametrize("strategy", each(name for name in OWN_NAMES if name not in HAVE_CLIENTS + TAKE_ONE))
 def test_gan_trains_under_every_strategy(strategy: str, tmp_path: Path) -> None:
     workers = 1 if strategy == "single" else 2
     result = run("virtual", partial(train_gan, epochs=8), tmp_path, strategy, workers, eval_every=7, checkpoint_every=9)
@@ -53,7 +62,7 @@ def test_gan_trains_under_every_strategy(strategy: str, tmp_path: Path) -> None:
     assert {name.split(".")[0] for name in result.model_state()} == {"generator", "discriminator"}
 
 
-@pytest.mark.parametrize("strategy", [name for name in HAVE_CLIENTS if name not in ("fed-bn", "dp-fed-avg")])
+@pytest.mark.parametrize("strategy", each(name for name in HAVE_CLIENTS if name not in ("fed-bn", "dp-fed-avg")))
 def test_gan_trains_where_clients_take_turns(strategy: str, tmp_path: Path) -> None:
     options = TWO_CLIENTS | ({"private": "generator.3,discriminator.0"} if strategy == "fed-rep" else {})
     result = run("virtual", partial(train_gan, epochs=12), tmp_path, strategy, options=options, eval_every=4)

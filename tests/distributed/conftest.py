@@ -13,8 +13,8 @@ from tests.distributed.own_network import own_network
 
 
 @pytest.fixture
-def hosts() -> Iterator[Network]:
-    with own_network(3) as net:
+def hosts(program_forks: str) -> Iterator[Network]:
+    with own_network(3, program_forks) as net:
         yield net
 
 

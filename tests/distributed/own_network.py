@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from benchmarks.namespaces import Network, network
 
 
 @contextmanager
-def own_network(num_hosts: int) -> Iterator[Network]:
-    """Hosts on a switch, which only root can make. Their names are always the same, so tests take turns."""
+def own_network(num_hosts: int, programs: str) -> Iterator[Network]:
+    """Hosts on a switch, which only root can make. Their names are always the same, so tests take turns. Their `ray`
+    is of the folder `programs`, where the fixture `program_forks` has put it."""
     with ExitStack() as until_then:
         path = Path(tempfile.gettempdir(), f"paceline-test-network-{os.getuid()}.lock")
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -26,4 +28,4 @@ def own_network(num_hosts: int) -> Iterator[Network]:
             net = until_then.enter_context(network(num_hosts))
         except SystemExit as reason:
             pytest.skip(str(reason))
-        yield net
+        yield replace(net, programs=Path(programs))

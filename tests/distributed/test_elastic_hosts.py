@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,15 +42,19 @@ BETWEEN_SERVERS = "paceline.server.client_core:ClientCore._sent"
 
 
 @pytest.fixture
-def four_hosts() -> Iterator[Network]:
-    with own_network(4) as network:
+def four_hosts(program_forks: str) -> Iterator[Network]:
+    with own_network(4, program_forks) as network:
         yield network
 
 
 @pytest.fixture
-def three_hosts() -> Iterator[Network]:
-    with own_network(3) as network:
+def three_hosts(program_forks: str) -> Iterator[Network]:
+    with own_network(3, program_forks) as network:
         yield network
+
+
+def paceline(network: Network) -> str:
+    return str(network.programs / "paceline")
 
 
 def start(
@@ -66,7 +71,7 @@ def start(
     log.mkdir(parents=True)
     settings = ["--workers", str(workers), "--address", address, "--elastic", "1:6", "--out", str(out), *options]
     given = [*map(str, arguments), "--samples", str(samples), "--step-s", str(step_s), "--log", str(log)]
-    return network.start(network.hosts[0], [PACELINE, "run", SCRIPT, *settings, "--", *given]), out
+    return network.start(network.hosts[0], [paceline(network), "run", SCRIPT, *settings, "--", *given]), out
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -114,7 +119,9 @@ def set_link(network: Network, host: Host, state: str) -> None:
 
 
 def scale(network: Network, out: Path, workers: int) -> str:
-    return network.run(network.hosts[0], [PACELINE, "scale", str(out), "--workers", str(workers)], timeout_s=PATIENCE_S)
+    return network.run(
+        network.hosts[0], [paceline(network), "scale", str(out), "--workers", str(workers)], timeout_s=PATIENCE_S
+    )
 
 
 def go_on(process: subprocess.Popen[str], out: Path, *, held_at: Sequence[int]) -> None:
@@ -179,7 +186,7 @@ def chaos_strikes_links_and_nodes(network: Network, address: str, directory: Pat
     (directory / "given.json").write_text(json.dumps({"runs": runs}))
     settings = ["--workers", "3", "--max-steps", "60", "--address", address]
     files = ["--schedule", str(directory / "given.json"), "--out", str(directory / "out")]
-    process = network.start(network.hosts[0], [PACELINE, "chaos", str(DEMO), *settings, *files])
+    process = network.start(network.hosts[0], [paceline(network), "chaos", str(DEMO), *settings, *files])
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, output + errors
     assert "2 deaths in 2 runs, 0 wrong" in output
@@ -219,12 +226,13 @@ def test_workers_and_hosts_die_and_are_cut_off(four_hosts: Network, tmp_path: Pa
 
 
 def test_workers_join_and_none_is_left_alone(four_hosts: Network, tmp_path: Path) -> None:
-    """A run after the other on one cluster, which takes long to start."""
-    address = four_hosts.start_ray(3)
-    workers_join_on_a_host_that_comes(four_hosts, address, tmp_path / "joins")
-    workers_join_and_die_in_rounds(four_hosts, address, tmp_path / "rounds")
-    chaos_strikes_links_and_nodes(four_hosts, address, tmp_path / "chaos")
-    nobody_goes_on_alone_on_the_other_side(four_hosts, address, tmp_path / "alone")
+    """A run after the other on one cluster, which takes long to start. Chaos strikes workers that are no forks."""
+    network = replace(four_hosts, programs=Path(PACELINE).parent)
+    address = network.start_ray(3)
+    workers_join_on_a_host_that_comes(network, address, tmp_path / "joins")
+    workers_join_and_die_in_rounds(network, address, tmp_path / "rounds")
+    chaos_strikes_links_and_nodes(network, address, tmp_path / "chaos")
+    nobody_goes_on_alone_on_the_other_side(network, address, tmp_path / "alone")
 
 
 def finish_whole(process: subprocess.Popen[str], out: Path, *, gradients: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 import pytest
 
 from benchmarks.namespaces import Network
-from tests.distributed.harness import PACELINE, SCRIPTS
+from tests.distributed.harness import SCRIPTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SCRIPT = str(SCRIPTS / "interfaces.py")
-TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 ADDRESSES = {"eth0": ("10.77.0.1", "10.77.0.2"), "ib0": ("10.78.0.1", "10.78.0.2")}
 MUCH, LITTLE = 4e6, 1e6  # bytes; the model has 1 MB, and 8 steps or more are made
 
@@ -61,11 +59,13 @@ def require_way(said: list[dict[str, Any]], chosen: str, *, listens: bool) -> No
     ids=["ib0 is named", "eth0 is named", "the way to the first host"],
 )
 def test_torchrun(two_ways: Network, tmp_path: Path, variables: dict[str, str], master: str, chosen: str) -> None:
-    network = without_interface(two_ways, **variables)
+    python = str(two_ways.programs / "python")
+    network = without_interface(two_ways, PYTHON_EXEC=python, **variables)
     meeting = ["--master-addr", ADDRESSES[master][0], "--master-port", "29511"]
     script = [SCRIPT, str(tmp_path)]
+    torchrun = [python, "-m", "torch.distributed.run"]
     commands = {
-        host: [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number), *meeting, *script]
+        host: [*torchrun, "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number), *meeting, *script]
         for number, host in enumerate(network.hosts)
     }
     network.run_all(commands, timeout_s=600)
@@ -85,5 +85,9 @@ def test_a_run_takes_the_address_that_ray_was_started_with(two_ways: Network, tm
         directory = tmp_path / strategy.partition(":")[0]
         directory.mkdir()
         settings = ["--strategy", strategy, "--workers", "2", "--address", address, "--out", str(directory / "out")]
-        network.run(hosts[0], [PACELINE, "run", SCRIPT, *settings, "--", str(directory)], timeout_s=600)
+        network.run(
+            hosts[0],
+            [str(network.programs / "paceline"), "run", SCRIPT, *settings, "--", str(directory)],
+            timeout_s=600,
+        )
         require_way(said_by(directory), chosen, listens=strategy == "all-reduce")

@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 
 from paceline.data import load
+from tests.distributed.harness import PACELINE
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "other_frameworks"
-PACELINE = str(Path(sys.executable).with_name("paceline"))
 CLOSE = {"atol": 1e-5, "rtol": 0.0}
 EVERY, EPOCHS, GLOBAL_BATCH = 4, 2, 64
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("forked_programs"),
     pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed (paceline[frameworks])"),
 ]
 needs_keras = pytest.mark.skipif(find_spec("keras") is None, reason="Keras is not installed (paceline[frameworks])")
@@ -39,10 +40,12 @@ backends = pytest.mark.parametrize("backend", ["torch", "jax", tensorflow])
 
 
 def ran(script: Path, *options: str, workers: int, backend: str = "jax", cwd: Path) -> str:
-    """What it says. TensorFlow is slow to load: one process has all workers."""
-    engine = ["--engine", "virtual", "--cluster", "lab-1gbe"] if backend == "tensorflow" else []
-    launched = [PACELINE, "run", str(script), "--strategy", "all-reduce", "--workers", str(workers), *engine, "--"]
-    command = launched if workers > 1 else [sys.executable, str(script)]
+    """What it says. TensorFlow is slow to load, and no fork's: one process has all workers."""
+    paceline, python, engine = "paceline", "python", list[str]()
+    if backend == "tensorflow":
+        paceline, python, engine = PACELINE, sys.executable, ["--engine", "virtual", "--cluster", "lab-1gbe"]
+    launched = [paceline, "run", str(script), "--strategy", "all-reduce", "--workers", str(workers), *engine, "--"]
+    command = launched if workers > 1 else [python, str(script)]
     environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     if backend == "tensorflow" and ELSEWHERE is not None:  # behind the packages of this environment
         (cwd / "sitecustomize.py").write_text(f"import sys\n\nsys.path.append({ELSEWHERE!r})\n")

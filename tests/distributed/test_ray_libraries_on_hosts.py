@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from benchmarks.namespaces import Network
 from paceline.running.result import Result
-from tests.distributed.harness import PACELINE, SCRIPTS
+from tests.distributed.harness import SCRIPTS
 
 RECIPE = SCRIPTS.parents[2] / "recipes" / "mnist_mirrored.py"
 
@@ -35,7 +34,7 @@ def told(directory: Path, name: str) -> list[dict[str, Any]]:
 def test_workers_on_two_hosts_train_as_one_process(hosts: Network, tmp_path: Path) -> None:
     """Each host has one core, and Ray Data has the third one's."""
     address = hosts.start_ray()
-    command = [sys.executable, str(SCRIPTS / "on_hosts.py"), address, str(tmp_path)]
+    command = [str(hosts.programs / "python"), str(SCRIPTS / "on_hosts.py"), address, str(tmp_path)]
     hosts.run(hosts.hosts[0], command, timeout_s=600)
     (alone,) = told(tmp_path, "alone")
     for name in ("names", "data", "tune", "train"):
@@ -45,7 +44,7 @@ def test_workers_on_two_hosts_train_as_one_process(hosts: Network, tmp_path: Pat
             torch.testing.assert_close(torch.tensor(each["weight"]), torch.tensor(alone["weight"]), atol=1e-5, rtol=0.0)
     out = tmp_path / "recipe"
     options = ["--workers", "2", "--dataset", "digits", "--epochs", "3", "--address", address, "--out", str(out)]
-    hosts.run(hosts.hosts[0], [sys.executable, str(RECIPE), *options], timeout_s=600)
+    hosts.run(hosts.hosts[0], [str(hosts.programs / "python"), str(RECIPE), *options], timeout_s=600)
     assert Result.open(out).metrics["accuracy"] > 0.85
     script = RECIPE.parent / "frameworks" / "accelerate_text.py"  # which asks for the first worker's address
     options = [
@@ -58,5 +57,9 @@ def test_workers_on_two_hosts_train_as_one_process(hosts: Network, tmp_path: Pat
         "--out",
         str(tmp_path / "accelerate"),
     ]
-    said = hosts.run(hosts.hosts[0], [PACELINE, "run", str(script), *options, "--", "--epochs", "1"], timeout_s=600)
+    said = hosts.run(
+        hosts.hosts[0],
+        [str(hosts.programs / "paceline"), "run", str(script), *options, "--", "--epochs", "1"],
+        timeout_s=600,
+    )
     assert "all-reduce, 2 worker(s)" in said

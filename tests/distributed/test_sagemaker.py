@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.namespaces import Network
-from tests.distributed.harness import PACELINE
 from tests.distributed.test_slurm import write_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1800)]
@@ -45,7 +44,14 @@ def started(job: Network, directory: Path, *options: str, token: str) -> list[su
     for number in (1, 0):
         told = json.dumps({"current_host": NAMES[number], "hosts": NAMES, "network_interface_name": "eth0"})
         here = replace(job, environment={**job.environment, **settings, **name, "SM_RESOURCE_CONFIG": told})
-        command = [PACELINE, "run", str(directory / script), "--out", str(directory / "results"), *options]
+        command = [
+            str(job.programs / "paceline"),
+            "run",
+            str(directory / script),
+            "--out",
+            str(directory / "results"),
+            *options,
+        ]
         processes.append(here.start(job.hosts[number], command))
     return processes[::-1]
 

@@ -146,7 +146,7 @@ def test_a_run_on_one_host(start: Callable[..., Command], tmp_path: Path) -> Non
 def test_a_run_on_two_hosts_with_a_stranger_on_their_network(hosts: Network, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first, second, outside = hosts.hosts
-    address = replace(hosts, hosts=(first, second)).start_ray()
+    address = replace(hosts, hosts=(first, second), programs=Path(PACELINE).parent).start_ray()
     command = [PACELINE, "run", str(TRAIN), "--strategy", "ps-bsp", "--workers", "2", "--option", "servers=2"]
     launcher = hosts.start(first, [*command, "--address", address, "--out", str(out), "--", *TRAINING])
     assert wait_until(lambda: is_training(out) or launcher.poll() is not None)

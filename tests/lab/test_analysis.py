@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.lab import amdahl, analysis
@@ -103,6 +103,7 @@ def test_a_seed_that_diverged_is_not_hidden(value: float) -> None:
     times=st.dictionaries(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(0, 2)), SECONDS, min_size=1, max_size=6),
     factor=st.floats(1e-3, 1e3),
 )
+@settings(max_examples=30)  # of a table each, which takes long
 def test_scaling_all_times_leaves_speedups_unchanged(times: dict[tuple[int, int], float], factor: float) -> None:
     before = summary({("a", workers, seed): time_s for (workers, seed), time_s in times.items()})
     after = summary({("a", workers, seed): time_s * factor for (workers, seed), time_s in times.items()})

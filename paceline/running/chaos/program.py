@@ -34,7 +34,7 @@ OFTEN: Mapping[str, Place] = {
 }
 AFTER_A_DEATH: Mapping[str, Place] = {"has stopped": (Reforming, "_told"), "goes on with others": (Dealt, "resize")}
 AT_A_JOIN: Mapping[str, Place] = {"gives its state": (Reforming, "give")}
-AS_JOINER: Mapping[str, Place] = {"takes a state": (States, "_enter")}
+AS_JOINER: Mapping[str, Place] = {"takes a state": (States, "_entered")}
 PLACES = {**OFTEN, **AFTER_A_DEATH, **AT_A_JOIN, **AS_JOINER}
 
 

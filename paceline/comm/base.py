@@ -397,9 +397,10 @@ class TableStore(ABC):
         """
 
     @abstractmethod
-    def changed(self, tables: Sequence[int]) -> dict[int, Changes]:
+    def changed(self, tables: Sequence[int], *, looks: bool = False) -> dict[int, Changes]:
         """Rows that have changed since this worker asked last, as they are now. At the first time there are none: a
-        worker that asks before the first update, and then after each exchange, has all rows as the servers do."""
+        worker that asks before the first update, and then after each exchange, has all rows as the servers do. One that
+        only `looks` is given them again when it next asks."""
 
     @abstractmethod
     def state(self, table: int) -> dict[str, Tensor]:

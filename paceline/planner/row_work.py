@@ -81,7 +81,7 @@ class WatchedTables(TableStore):
                 table.update(found)
                 changed.add(found.keys)
 
-    def changed(self, tables: Sequence[int]) -> dict[int, Changes]:
+    def changed(self, tables: Sequence[int], *, looks: bool = False) -> dict[int, Changes]:
         keys = {table: self._changed[table].take(0) for table in tables}
         return {table: Changes(own, self._tables[table].read(own)) for table, own in keys.items()}
 

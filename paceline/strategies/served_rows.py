@@ -87,10 +87,10 @@ class ServedRows:
         if self._store is not None and not is_void:
             self._store.push(gradients, weight=weight, lrs=[each.changed_lr for each in self._all])
 
-    def refresh(self) -> None:
-        """Have weights be what the servers have."""
+    def refresh(self, *, looks: bool = False) -> None:
+        """Have weights be what the servers have; if the worker only `looks`, until they are put back."""
         if self._store is not None and self._weights:
-            for number, changes in self._store.changed(list(self._weights)).items():
+            for number, changes in self._store.changed(list(self._weights), looks=looks).items():
                 self._weights[number].take(changes)
 
     @contextmanager

@@ -1,7 +1,7 @@
 """One worker's half of the parameter servers: gradients go to the servers, parameters come back."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -223,14 +223,18 @@ class ServerSynchronizer(Synchronizer):
         if not self._has_left:
             self._owned.require_untouched(rank=self.context.rank, step=self._steps + 1)
         is_training = self._looks and not self._has_left
-        with self._parameters.put_back() if is_training else nullcontext():
-            self._refresh()
+        with ExitStack() as until_then:
+            if is_training:
+                until_then.enter_context(self._parameters.put_back())
+                until_then.enter_context(self._rows.put_back())
+            self._refresh(looks=is_training)
             try:
-                with self._rows.put_back() if self._looks else nullcontext(), super().global_model() as model:
+                own = self._rows.put_back() if self._looks and not is_training else nullcontext()
+                with own, super().global_model() as model:
                     yield model
             finally:
                 if not is_training:
-                    self._refresh()  # an evaluation may have swapped in others
+                    self._refresh(looks=False)  # an evaluation may have swapped in others
         self._owned.untouched.accept(looks_closely=True)
 
     def leave(self) -> None:
@@ -291,11 +295,11 @@ class ServerSynchronizer(Synchronizer):
         """The first worker's model is looked at; the others take the parameters with their next answer."""
         return self.context.is_first and not self._is_left_to_script
 
-    def _refresh(self) -> None:
+    def _refresh(self, *, looks: bool) -> None:
         if self._looks:
             self._store.pull()
             self._parameters.to_device()
-            self._rows.refresh()
+            self._rows.refresh(looks=looks)
 
     def _take(self, reply: Reply) -> StepOutcome:
         self._parameters.to_device()

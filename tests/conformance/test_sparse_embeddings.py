@@ -154,6 +154,29 @@ def test_asynchronous_workers_learn(run: Any, strategy: str, tmp_path: Path) -> 
     assert errors[-1] < errors[0]
 
 
+def look_while_training(worker: Worker, out: Path) -> None:
+    model: Any = Bags()
+    data: Any = DataLoader(samples(), batch_size=BATCH)
+    model, optimizer, data = worker.prepare(model, SGD(model.parameters(), lr=0.3), data)
+    weight, seen = model.words.weight, []
+    for words, counts, items, wanted in data:
+        optimizer.zero_grad()
+        (model(words, counts, items) - wanted).square().mean().backward()
+        optimizer.step()
+        before = weight.detach().clone()
+        with worker.global_model():
+            seen.append(not torch.equal(weight, before))
+        assert torch.equal(weight, before)
+    keep(out, f"seen-{worker.rank}", torch.tensor(seen))
+
+
+def test_a_look_at_the_servers_rows_leaves_a_worker_its_own(tmp_path: Path) -> None:
+    """Or it would go on with newer ones than without an evaluation."""
+    training = partial(launched, look_while_training, tmp_path)
+    virtual_engine.run(training, strategy="ps-asp", workers=3, out=tmp_path / "run")
+    assert kept(tmp_path, "seen-0").any(), "others have pushed since the first worker's last answer"
+
+
 def test_one_asynchronous_worker_equals_one_process(tmp_path: Path) -> None:
     virtual_engine.run(
         partial(launched, partial(script, optimizer="sparse-adam"), tmp_path),

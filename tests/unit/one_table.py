@@ -49,8 +49,8 @@ class Net:
         self.ask(worker, self.clients[worker].read({0: torch.tensor(list(keys))}))
         return self.clients[worker].rows()[0]
 
-    def changed(self, worker: int) -> Changes:
-        self.ask(worker, self.clients[worker].changed([0]))
+    def changed(self, worker: int, *, looks: bool = False) -> Changes:
+        self.ask(worker, self.clients[worker].changed([0], looks=looks))
         return self.clients[worker].changes()[0]
 
     def push(self, worker: int, weight: float, gradients: RowGradients | None) -> None:

@@ -116,7 +116,8 @@ def test_a_worker_that_takes_what_has_changed_has_the_whole_table(
         gradients = gradients_of(keys, seed=number)
         net.update({number % 2: (1.0, gradients if keys else None)})
         for worker in [0] * is_asked + [1]:
-            changes = net.changed(worker)
+            seen, changes = net.changed(worker, looks=True), net.changed(worker)
+            assert all(map(torch.equal, seen, changes))
             copies[worker][changes.keys] = changes.rows
             assert torch.equal(copies[worker], net.read(range(NUM_ROWS)))
             assert worker == 0 or sorted(changes.keys.tolist()) == sorted(set(keys))

@@ -130,8 +130,8 @@ class ServedTables(TableStore):
         if not is_given:
             self._timed(self._client.push(gradients, weight=weight, lrs=lrs))
 
-    def changed(self, tables: Sequence[int]) -> dict[int, Changes]:
-        self._timed(self._client.changed(tables))
+    def changed(self, tables: Sequence[int], *, looks: bool = False) -> dict[int, Changes]:
+        self._timed(self._client.changed(tables, looks=looks))
         return self._client.changes()
 
     def state(self, table: int) -> dict[str, Tensor]:

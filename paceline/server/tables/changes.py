@@ -52,6 +52,10 @@ class ChangedKeys:
         for lacking in self._lacking.values():
             lacking.add(keys)
 
+    def look(self, worker: int) -> Tensor:
+        """What `take` would give, which the worker goes on to lack. It has taken some, and has not left."""
+        return self._lacking[worker].once()
+
     def take(self, worker: int) -> Tensor:
         """Those since the worker asked last, in order; all, if it has left since. At the first time, from which on they
         are noted, none has changed."""

@@ -66,10 +66,12 @@ class TableClient:
         keys = [wanted[table].index_select(0, places) for table, places in own.items()]
         return ({"tables": list(own), "counts": [len(each) for each in keys]}, keys) if own else None
 
-    def changed(self, tables: Sequence[int]) -> list[Send]:
-        """Ask for the rows of these tables that have changed since this worker asked last."""
+    def changed(self, tables: Sequence[int], *, looks: bool = False) -> list[Send]:
+        """Ask for the rows of these tables that have changed since this worker asked last; if it only `looks`, it asks
+        for these again."""
         self._followed = tables
-        return self._ask("changed rows", Kind.CHANGED_ROWS, [({"tables": list(tables)}, [])] * self._num_servers)
+        body = {"tables": list(tables), **({"looks": True} if looks else {})}
+        return self._ask("changed rows", Kind.CHANGED_ROWS, [(body, [])] * self._num_servers)
 
     def show(self) -> list[Send]:
         """Ask where workers on a server's host see its rows, and how many it has."""

@@ -148,7 +148,9 @@ class TableShards:
     def _changes(self, message: Message) -> Fields:
         """Rows that have changed since the worker asked last, and their keys."""
         tables = [self._at(index) for index in message.body["tables"]]
-        keys = [self._changed[index].take(message.sender) for index in message.body["tables"]]
+        changed = [self._changed[index] for index in message.body["tables"]]
+        looks = bool(message.body.get("looks"))
+        keys = [each.look(message.sender) if looks else each.take(message.sender) for each in changed]
         tensors = [each for table, own in zip(tables, keys, strict=True) for each in (own, table.read(own))]
         size = sum(each.nbytes for each in tensors)
         return {"body": {"counts": list(map(len, keys))}, "payload": to_frames(tensors), "tensor_bytes": size}

@@ -91,7 +91,7 @@ class TrainerBody(_Base):  # type: ignore[misc]
         if not due:
             return
         with self.accelerator.meeting(f"the Trainer's place to {' and '.join(due)}"):
-            if self.accelerator.rounds is not None:
+            if self.accelerator.rounds is not None and self.control.should_log:  # else it would be weighed again
                 self._weigh(tr_loss)
             super()._maybe_log_save_evaluate(tr_loss, *arguments, **settings)
 

@@ -344,6 +344,7 @@ def train_without_its_end(out: Path) -> None:
         ("all-reduce", partial(train, auto_find_batch_size=True), "set per_device_train_batch_size"),
         ("ps-asp", partial(train, load_best_model_at_end=True, save_strategy="epoch"), "best_model_checkpoint"),
         ("fed-avg:clients=4:fraction=0.5", train, "a whole number of rounds"),
+        ("fed-avg:clients=6:fraction=0.5:sampler=poisson", partial(train, **ROUNDS), "round 3 has no client for rank"),
         ("all-reduce", train_without_its_end, "trainer.add_callback"),
     ],
 )

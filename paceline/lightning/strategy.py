@@ -81,7 +81,11 @@ class StrategyBody(WorldBody):
         if self.optimizers:
             return self._begun(dataloader)
         # configure_optimizers asks how many batches there are (estimated_stepping_batches).
-        require_possible(self._worker.strategy)
+        if self._worker.strategy.participation() is not None:
+            raise UsageError(
+                "rounds of clients differ in length, so that nobody knows their steps before the first: leave "
+                "trainer.estimated_stepping_batches out, and give schedulers a number of your own"
+            )
         part = ShardedLoader(
             dataloader,
             rank=self._worker.rank,

@@ -36,6 +36,8 @@ class PacelineCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Any) -> None:
         self._worker = paceline.init()
+        if isinstance(trainer, TrainerBody):
+            raise UsageError("this Trainer has a PacelineCallback already; make one for each Trainer")
         _tell_of_the_run(trainer.args, self._worker)
         own = type(trainer)
         trainer.__class__ = type(own.__name__, (TrainerBody, own), {"__module__": own.__module__})

@@ -79,6 +79,7 @@ class TrainerBody(_Base):  # type: ignore[misc]
     def _run_epoch(self, **settings: Any) -> None:
         rounds = self.accelerator.rounds
         if rounds is not None:
+            rounds.require_turns_for_all()  # else a worker without a batch would end its training
             settings |= {"steps_in_epoch": len(rounds), "num_update_steps_per_epoch": self._num_steps(len(rounds))}
         with patch.object(transformers.trainer, "skip_first_batches", _begin_at):
             super()._run_epoch(**settings)
@@ -91,7 +92,7 @@ class TrainerBody(_Base):  # type: ignore[misc]
         if not due:
             return
         with self.accelerator.meeting(f"the Trainer's place to {' and '.join(due)}"):
-            if self.accelerator.rounds is not None:
+            if self.accelerator.rounds is not None and self.control.should_log:  # else it would be weighed again
                 self._weigh(tr_loss)
             super()._maybe_log_save_evaluate(tr_loss, *arguments, **settings)
 

@@ -229,6 +229,11 @@ def test_an_epoch_is_a_round_of_clients(tmp_path: Path) -> None:
         trained(tmp_path / "resumed", "fed-avg:clients=6:fraction=0.5", resumes=tmp_path / "end.ckpt")
 
 
+def test_nobody_knows_the_steps_of_rounds_before_the_first(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"leave trainer\.estimated_stepping_batches out"):
+        trained(tmp_path, "fed-avg:clients=6:fraction=0.5", asks_how_many=True)
+
+
 @pytest.mark.parametrize("strategy", LOCK_STEP[:2])
 @pytest.mark.parametrize(
     ("settings", "module"),

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
-from paceline.errors import RunFailed
+from paceline.errors import RunFailed, UsageError
 from tests.conformance import local_engine
 from tests.forks import having_loaded
 
@@ -228,6 +228,34 @@ def test_one_worker_trains_by_itself(tmp_path: Path) -> None:
 ROUNDS = {"logging_strategy": "epoch", "save_strategy": "epoch", **SGD}
 
 
+def tell_loss(out: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from paceline.transformers import PacelineCallback
+
+    losses = []
+
+    class Own(Trainer):
+        def training_step(self, *arguments: Any, **settings: Any) -> Tensor:
+            losses.append(loss := super().training_step(*arguments, **settings))
+            return loss
+
+    settings: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "no", "logging_strategy": "no", **SGD}
+    settings |= {"num_train_epochs": 4, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True}
+    data = Samples(SAMPLES)
+    trainer = Own(Tagger(), TrainingArguments(str(out), **settings), train_dataset=data, eval_dataset=data)
+    trainer.add_callback(PacelineCallback(trainer))
+    found = trainer.train().training_loss
+    assert found == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+    with pytest.raises(UsageError, match="has a PacelineCallback already"):
+        PacelineCallback(trainer)
+
+
+def test_a_loss_of_rounds_that_nobody_logs_is_the_mean_of_its_steps(tmp_path: Path) -> None:
+    script = partial(tell_loss, tmp_path)
+    local_engine.run(script, strategy="fed-avg:clients=6:fraction=0.5", workers=2, out=tmp_path / "out")
+
+
 def test_an_epoch_is_a_round_of_clients(tmp_path: Path) -> None:
     """Of three clients a round one worker plays two, and both evaluate when the round is over."""
     found = trained(tmp_path, "fed-avg:clients=6:fraction=0.5", **ROUNDS)
@@ -316,6 +344,7 @@ def train_without_its_end(out: Path) -> None:
         ("all-reduce", partial(train, auto_find_batch_size=True), "set per_device_train_batch_size"),
         ("ps-asp", partial(train, load_best_model_at_end=True, save_strategy="epoch"), "best_model_checkpoint"),
         ("fed-avg:clients=4:fraction=0.5", train, "a whole number of rounds"),
+        ("fed-avg:clients=6:fraction=0.5:sampler=poisson", partial(train, **ROUNDS), "round 3 has no client for rank"),
         ("all-reduce", train_without_its_end, "trainer.add_callback"),
     ],
 )

@@ -22,7 +22,7 @@ from paceline.server.tables.hashing import mixed, normal, owners
 from paceline.server.tables.shards import TableShards
 from paceline.server.tables.slots import Slots
 from paceline.server.tables.spec import RowGradients, TableSpec
-from paceline.server.tables.storage import Column, InMemory
+from paceline.server.tables.storage import Column, InFiles, InMemory, TableFiles
 from paceline.server.tables.table import Table
 from tests.unit.one_table import BATCHES, DIM, KEYS, NUM_ROWS, Net, gradients_of, spec_of
 
@@ -148,6 +148,25 @@ def test_rows_that_stay_are_not_written_again(tmp_path: Path) -> None:
         other = Table(spec_of(**{name: 2}))
         other.update(gradients_of([1, 2], 0))
         assert [file.later for _ in range(2) for file in other.save(tmp_path / "rows-0-00000001")] == [0, 0]
+
+
+def test_without_room_for_what_has_changed_all_rows_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk ends neither an update of rows that are there nor a checkpoint that is written."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UsageError("no room")
+
+    table = Table(spec_of(), InFiles(TableFiles(str(tmp_path / "table"), 1 << 30)))
+    table.update(gradients_of(list(range(NUM_ROWS)), 0))
+    table.save(tmp_path / "rows-0-00000000")
+    assert table._saved is not None
+    monkeypatch.setattr(table._saved._has_changed, "reserve", refuse)
+    monkeypatch.setattr(InFiles, "column", refuse)
+    for number in (1, 2):
+        table.update(gradients_of([number], number))
+        assert [file.later for file in table.save(tmp_path / f"rows-{number}-00000000")] == [0]
 
 
 def test_a_file_of_rows_that_is_damaged_or_gone_is_named(tmp_path: Path) -> None:

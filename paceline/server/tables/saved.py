@@ -21,19 +21,22 @@ class Saved:
 
     Args:
         files: in this directory, with all rows of the table.
+        num_rows: of the table, for which room is made at once.
         num_later: rows in those that are not the first of their keys.
 
     Raises:
         UsageError: there is no room for what has changed.
     """
 
-    def __init__(self, storage: Storage, directory: Path, files: Sequence[RowFile], *, num_later: int) -> None:
+    def __init__(
+        self, storage: Storage, directory: Path, files: Sequence[RowFile], *, num_rows: int, num_later: int
+    ) -> None:
         self.directory, self.files = directory, files
         self._num_later = num_later
-        self._has_changed = storage.column(1, 1, torch.uint8)
+        self._has_changed = storage.column(max(1, num_rows), 1, torch.uint8)
 
     def note(self, slots: Tensor) -> None:
-        """These rows have changed."""
+        """These rows have changed. Raises UsageError as above."""
         if len(slots):
             self._has_changed.reserve(int(slots.max()) + 1)
             self._has_changed.values[slots, 0] = 1

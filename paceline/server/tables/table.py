@@ -1,6 +1,7 @@
 """A table, or a server's part of one: the rows that have been updated. All others are known by their keys."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -117,8 +118,7 @@ class Table:
         if self.spec.evicts:
             entries[_LAST].fill_(self.num_updates)
         self._rows.put(slots, entries)
-        if self._saved is not None:
-            self._saved.note(slots)
+        self._note_changed(slots)
         self._storage.trim()
         return len(keys) * self.update_bytes
 
@@ -196,9 +196,20 @@ class Table:
         return (), 0, self._pieces()
 
     def _note_saved(self, directory: Path, files: Sequence[RowFile], *, num_later: int) -> None:
-        """These files there have all rows of this table, unless rows may go."""
-        stay = len(self._groups) == 1 and not self.spec.evicts
-        self._saved = Saved(self._storage, directory, files, num_later=num_later) if stay else None
+        """These files there have all rows of this table, unless rows may go. Without room for which of them change, the
+        next ones have all rows again."""
+        self._saved = None
+        if len(self._groups) == 1 and not self.spec.evicts:
+            with suppress(UsageError):
+                self._saved = Saved(self._storage, directory, files, num_rows=len(self), num_later=num_later)
+
+    def _note_changed(self, slots: Tensor) -> None:
+        """As `_note_saved`."""
+        try:
+            if self._saved is not None:
+                self._saved.note(slots)
+        except UsageError:
+            self._saved = None
 
     def load_files(self, directory: Path, files: Sequence[RowFile], *, server: int = 0, num_servers: int = 1) -> None:
         """As `load`, with those rows of the files that are this server's. Raises UsageError also for a damaged file."""

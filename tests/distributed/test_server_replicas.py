@@ -86,7 +86,7 @@ def test_the_model_is_that_of_the_undisturbed_run(start: Start, tmp_path: Path) 
         assert lost["details"] == {"process": pids(out)[lost["who"]], "key_ranges": [server], "left": 1}
         assert taken["who"] == f"server-{1 - server}"
         assert taken["details"]["key_range"] == server
-        assert taken["details"]["took_s"] < SOON_S
+        assert taken["details"]["took_s"] < 30.0, "a tenth of the deadline"
 
 
 @pytest.mark.parametrize("strategy", ["ps-asp", "ps-ssp"])

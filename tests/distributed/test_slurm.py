@@ -91,7 +91,15 @@ class Slurm:
             yield
         finally:
             self.start("slurmd", "-D", "-N", host)
-            self.ask("scontrol", "update", f"nodename={host}", "state=resume")
+            self._resume(host)
+
+    def _resume(self, host: str) -> None:
+        """The controller refuses it for a host that it has found to be back by itself."""
+        command, give_up_s = ["scontrol", "update", f"nodename={host}", "state=resume"], time.monotonic() + WITHIN_S
+        while "down" in self.ask("sinfo", "-h", "-n", host, "-o", "%T"):
+            subprocess.run(command, env=self.environment, capture_output=True, check=False)
+            assert time.monotonic() < give_up_s
+            time.sleep(0.2)
 
     def _on(self, host: str) -> Iterator[psutil.Process]:
         """Jobs' processes there, who started them, and the daemon."""

@@ -150,7 +150,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- what all workers do together ---------------------------------------------------------------------------
 
     def meeting(self, place: str) -> AbstractContextManager[None]:
-        """As `worker.meeting`, where a pass over the training loader may be a round of clients."""
+        """Have workers meet as `worker.meeting` does, but not within a pass that is a round of clients."""
         if self.rounds is not None:
             self.rounds.require_between(place)
         return self._worker.meeting(place)

@@ -103,7 +103,7 @@ class StrategyBody(WorldBody):
             batches.become(self._begun(dataloader))
 
     def _begun(self, dataloader: Any) -> Any:
-        """What Lightning is to loop over, now that there are optimizers."""
+        """Prepare, now that there are optimizers; returns what Lightning is to loop over."""
         trainer = self.lightning_module.trainer
         if len(self.optimizers) == 1:
             named: dict[str, Any] = {"optimizer": self.optimizers[0]}

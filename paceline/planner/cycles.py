@@ -54,13 +54,13 @@ def cycle_of(traffic: Traffic | None, setting: Setting) -> Cycle:
 
 
 def besides_s(traffic: AllReduced, setting: Setting) -> float:
-    """What comes after an exchange takes."""
+    """How long workers take for what follows an exchange."""
     return _besides(traffic, setting)[0]
 
 
 def _besides(traffic: AllReduced, setting: Setting) -> tuple[float, Loads]:
-    """What is averaged after an exchange, one tensor of the gradients' size after the other, rows of tables that
-    servers hold, and weights that are no part of the gradients: their time, and what they put on the links."""
+    """How long workers take after an exchange, and what that puts on the links: they average further tensors of the
+    gradients' size, servers take rows of tables, and weights that are no part of the gradients move."""
     time_s, loads = rows_beside(setting, row_staleness=traffic.row_staleness, joins=traffic.joins_rows)
     if setting.num_workers == 1:
         return time_s, loads

@@ -41,7 +41,7 @@ class StepWork:
     rows: RowWork | None = None
     """Of tables (`paceline.nn.ShardedEmbedding`), if the model has some."""
     weights: tuple[WeightWork, ...] = ()
-    """Of the parameters those of `nn.Embedding(sparse=True)`, whose rows alone move under strategies that say so."""
+    """The parameters of `nn.Embedding(sparse=True)`: their rows alone move under strategies that say so."""
 
     def __post_init__(self) -> None:
         if not self.tensor_bytes or min(self.tensor_bytes) < 1:

@@ -25,7 +25,7 @@ class Joins(NamedTuple):
     """A worker comes to servers that serve others already, and have the model."""
 
     rank: int
-    """As servers know it; the collective knows it alone."""
+    """Servers know the worker by it. Its collective has no other member."""
     in_pieces: bool
     """Servers hold their ranges in pieces, since some worker was on another host than one of them at the start."""
 

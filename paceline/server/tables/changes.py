@@ -40,7 +40,7 @@ class _Lacking:
 
 @final
 class ChangedKeys:
-    """Of one table. `all_keys`: that it has."""
+    """Notes what each worker lacks of one table, which has the keys that `all_keys` gives."""
 
     def __init__(self, all_keys: Callable[[], Tensor]) -> None:
         self._all_keys = all_keys

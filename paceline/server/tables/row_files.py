@@ -38,7 +38,7 @@ class Writer(NamedTuple):
 
     @property
     def start(self) -> str:
-        """Of the names of its files."""
+        """The names of its files begin so."""
         return f"table-{self.table}-server-{self.server}-"
 
 

@@ -43,7 +43,7 @@ class Saved:
 
     @property
     def num_later(self) -> int:
-        """With the rows that have changed now."""
+        """How many rows later files would have, once those that have changed are written."""
         return self._num_later + int(self._has_changed.values.count_nonzero())
 
     def pays(self, num_rows: int) -> bool:

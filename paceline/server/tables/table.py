@@ -66,7 +66,7 @@ class Table:
         return rows
 
     def all_keys(self) -> Tensor:
-        """Of the rows that take memory, in no order; a copy."""
+        """A copy of the keys of all rows that take memory, in no order."""
         return self._rows.keys.clone()
 
     @property

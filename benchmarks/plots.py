@@ -13,6 +13,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 190, 50, 60
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
 _MARKER_RADIUS = 4
 _LINE_PX = 18
+_MOST_TICKS = 12
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,12 @@ class Series:
 
 
 def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: str) -> str:
-    """The chart as an SVG document, both axes from zero."""
+    """The chart as an SVG document, both axes from zero; every x has a tick, where these are few."""
     every = [point for one in series for point in (*one.points, *one.limits)]
     x_ticks = sorted({x for x, _ in every})
+    if len(x_ticks) > _MOST_TICKS:
+        step = _nice_step(x_ticks[-1])
+        x_ticks = [number * step for number in range(math.ceil(x_ticks[-1] / step) + 1)]
     y_step = _nice_step(max(y for _, y in every))
     y_top = y_step * math.ceil(max(y for _, y in every) / y_step)
     x_top = max(x_ticks) * 1.05

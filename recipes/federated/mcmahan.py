@@ -32,6 +32,7 @@ class Cell(NamedTuple):
     partition: str
     published: int
     """Rounds to the target."""
+    rates: str = "0.05,0.1,0.2"
 
     @property
     def variant(self) -> Variant:
@@ -43,7 +44,6 @@ class Cell(NamedTuple):
 class Published(NamedTuple):
     model: str
     target: str
-    rates: str
     cells: tuple[Cell, ...]
 
 
@@ -51,18 +51,16 @@ TABLES = {
     "table-1": Published(
         "mlp",
         "accuracy=0.97",
-        "0.05,0.1,0.2",
         (Cell(0.1, 1, 10, "iid", 87), Cell(0.1, 1, 10, "shards", 664)),
     ),
     "table-2": Published(
         "fedavg-cnn",
         "accuracy=0.99",
-        "0.05,0.1,0.2",
         (
             Cell(0.1, 5, 10, "iid", 20),
             Cell(0.1, 1, 10, "iid", 34),
-            Cell(0.1, 5, 50, "iid", 29),
-            Cell(0.1, 1, ALL, "iid", 626),
+            Cell(0.1, 5, 50, "iid", 29, rates="0.1,0.2,0.3"),
+            Cell(0.1, 1, ALL, "iid", 626, rates="0.1,0.13,0.16"),
         ),
     ),
 }
@@ -76,13 +74,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="simulated processes that play the clients")
     parser.add_argument("--most", type=float, default=2.0, help="a run ends after so many times the published rounds")
     parser.add_argument("--rates", help="to choose from, with commas between")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what clients compute with")
     parser.add_argument("--out", type=Path, default=Path("studies"))
     args = parser.parse_args()
     published = TABLES[args.table]
     cells = [cell for number, cell in enumerate(published.cells, 1) if args.only is None or number in args.only]
     table = Table("clients' part", "passes", "batch", "data", "rate", "rounds", "range", "published", title=args.table)
-    rates = args.rates or published.rates
     for cell in cells:
+        rates = args.rates or cell.rates
         study = Study.run(
             SCRIPT,
             strategies=[cell.variant.text],
@@ -93,10 +92,11 @@ def main() -> None:
             eval_every="1iterations",
             tune=[f"lr={rates}"],
             max_steps=int(args.most * cell.published),
+            device=args.device,
             engine="virtual",
             cluster="lab-1gbe",
             arguments=["--model", published.model, "--batch-size", str(cell.batch_size), "--passes", "100000"],
-            out=args.out / "-".join(("mcmahan", args.table, *map(str, cell[:-1]), rates)),
+            out=args.out / "-".join(("mcmahan", args.table, *map(str, cell[:4]), rates)),
         )
         table.add_row(*row_of(cell, study))
     Console(width=110).print(table)

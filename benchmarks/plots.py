@@ -10,7 +10,7 @@ from html import escape
 _WIDTH, _HEIGHT = 760, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 190, 50, 60
 # Okabe and Ito's colours, which colour-blind readers tell apart.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333", "#999999")
 _MARKER_RADIUS = 4
 _LINE_PX = 18
 _MOST_TICKS = 12

@@ -28,19 +28,22 @@ FORKS.set_forkserver_preload(LOADED)
 
 @contextmanager
 def having_loaded(*modules: str) -> Iterator[None]:
-    """Meanwhile the server has loaded these, too; where one is not installed, it goes without."""
-    _begin_anew([*LOADED, *modules])
+    """Meanwhile processes are forked from another server, which has loaded these, too; where one is not installed, it
+    goes without."""
+    another: Any = forkserver.ForkServer()
+    another.set_forkserver_preload([*LOADED, *modules])
+    before = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = another.connect_to_new_process
     try:
         yield
     finally:
-        _begin_anew(LOADED)
+        forkserver.connect_to_new_process = before
+        _end(another)
 
 
-def _begin_anew(modules: list[str]) -> None:
-    """The next process starts another server. A process that some test left may hold the line by whose end the old one
-    would know that it is to end, so it is told."""
-    server: Any = vars(forkserver)["_forkserver"]
+def _end(server: Any) -> None:
+    """A process that some test left may hold the line by whose end the server would know that it is to end, so it is
+    told."""
     if server._forkserver_pid is not None:
         os.kill(server._forkserver_pid, signal.SIGTERM)
     server._stop()
-    FORKS.set_forkserver_preload(modules)

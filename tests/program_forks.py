@@ -3,6 +3,9 @@
 The fork is in the asker's network namespace, on the asker's cores, and shows its own environment to who looks at /proc.
 Libraries that the server has loaded have read its own variables, as OMP_NUM_THREADS, and not the program's.
 
+Nor does a program take apart at its end what the server has loaded, which would be half a second of a core: it does
+what is to be done at exit, and is gone.
+
 A program that works so may still fail where it starts by itself. It may not import all that it uses. And all forks
 have the server's seed of hashes (PYTHONHASHSEED), so that ranks go through a set in the same order, which they do not
 elsewhere. So some tests start programs cold: on Ray test_deaths.py and README.md's commands, on several hosts
@@ -24,6 +27,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,9 +41,12 @@ import numpy
 from tests import ray_forks
 
 LOADED = (
-    *("torch._dynamo", "torch.distributed", "pandas", "scipy.stats", "zmq", "rich", "typer", "jinja2", "yaml"),
+    *("torch._dynamo", "torch.distributed", "pandas", "scipy.stats", "zmq", "rich.progress", "typer", "jinja2", "yaml"),
     *("paceline.training.worker", "paceline.strategies", "paceline.comm.servers.service", "paceline.comm.hierarchical"),
-    *("paceline.comm.process_group", "paceline.lab", "paceline.planner"),
+    *("paceline.comm.process_group", "paceline.comm.servers.group", "paceline.comm.socket_mailbox", "paceline.lab"),
+    *("paceline.planner", "paceline.engines.ray.control", "paceline.engines.striking", "paceline.running.simulating"),
+    *("paceline.running.watching", "paceline.lab.comparing", "paceline.lab.tracking", "paceline.lab.virtual_cluster"),
+    *("google.protobuf.json_format", "jsonschema", "requests", "msgpack", "filelock"),  # what Ray imports
 )
 _EVENTS = select.POLLIN | select.POLLHUP
 _CREDENTIALS = struct.Struct("3i")
@@ -60,6 +67,7 @@ def _load() -> None:
     """What takes long. Not ray, which reads its settings from the environment as it is loaded."""
     for name in LOADED:
         import_module(name)
+    assert "ray" not in sys.modules
     gc.collect()
     gc.freeze()
 
@@ -151,8 +159,11 @@ def _run(asked: dict[str, Any]) -> NoReturn:
         signal.signal(name, does)
     sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in os.environ or os.isatty(1))  # type: ignore[union-attr]
     ray_forks.use_in_program()
+    status = 0
     try:
         _be(*asked["arguments"])
+    except SystemExit as end:
+        status = _status_of(end)
     except (Exception, KeyboardInterrupt) as error:
         told = error.__traceback__
         while told is not None and told.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
@@ -160,8 +171,9 @@ def _run(asked: dict[str, Any]) -> NoReturn:
         traceback.print_exception(error.with_traceback(told))
         if isinstance(error, KeyboardInterrupt):
             _end_interrupted()
-        sys.exit(1)
-    sys.exit(0)
+        status = 1
+    _do_what_is_to_be_done_at_exit()
+    os._exit(status)
 
 
 def _be(file: str, *arguments: str) -> None:
@@ -177,10 +189,27 @@ def _be(file: str, *arguments: str) -> None:
     exec(compile(Path(file).read_bytes(), file, "exec"), program.__dict__)
 
 
+def _status_of(end: SystemExit) -> int:
+    """As Python has it: a number, or words on the way out."""
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    if end.code is None:
+        return 0
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _do_what_is_to_be_done_at_exit() -> None:
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
 def _end_interrupted() -> None:
     """As Python does: by the signal, after what is to be done at exit."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
+    _do_what_is_to_be_done_at_exit()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -1,7 +1,10 @@
 """Workers of a test's Ray, which `tests/programs.py` forks: 4 s of a core less for each.
 
-Ray's node manager is told to start its workers by this file. Where no server of forks is, they start as ever. And it
-may take longer to start than the half minute for which Ray would wait, as it does where tests keep all cores busy.
+Ray's node manager is told to start its workers by this file. Where no server of forks is, they start as ever.
+
+Of Ray's own processes those are left out that no test and nothing of Paceline's asks: what scales a cluster, what sends
+workers' output to drivers, and the dashboard where a program wants none. That is 3 s of a core less for each Ray. And
+Ray may take longer to start than the half minute for which it would wait, as it does where tests keep all cores busy.
 """
 
 from __future__ import annotations
@@ -29,23 +32,24 @@ def used() -> Iterator[None]:
     """Meanwhile every Ray that this process starts gets its workers so."""
     from ray._private import parameter, services
 
-    before = parameter.RayParams.update_if_absent, services.get_node
+    before = parameter.RayParams.update_if_absent, services.get_node, services.start_api_server
     _fork_workers(parameter)
-    _be_patient(services)
+    _start_patiently(services)
     try:
         yield
     finally:
-        parameter.RayParams.update_if_absent, services.get_node = before  # type: ignore[method-assign]
+        parameter.RayParams.update_if_absent = before[0]  # type: ignore[method-assign]
+        services.get_node, services.start_api_server = before[1:]
 
 
 def use_in_program() -> None:
     """As `used`, from when this process loads Ray, if it ever does."""
-    sys.meta_path.insert(0, _OnceLoaded({"ray._private.parameter": _fork_workers, **_PATIENT}))
+    sys.meta_path.insert(0, _OnceLoaded({**_LESS, "ray._private.parameter": _fork_workers}))
 
 
 def be_patient_in_program() -> None:
     """As `use_in_program`, but workers start as ever."""
-    sys.meta_path.insert(0, _OnceLoaded(_PATIENT))
+    sys.meta_path.insert(0, _OnceLoaded(_LESS))
 
 
 class _OnceLoaded(MetaPathFinder):
@@ -70,20 +74,31 @@ class _OnceLoaded(MetaPathFinder):
 
 
 def _fork_workers(parameter: Any) -> None:
-    """Of this module is Ray's class of what it is started with."""
+    _leave_out_monitors(parameter, setup_worker_path=str(_HERE))
+
+
+def _leave_out_monitors(parameter: Any, **more: object) -> None:
+    """Of this module is Ray's class of what it is started with; `more` stands in place of what a node would set."""
     params = parameter.RayParams
     before = params.update_if_absent
 
-    def update_if_absent(self: object, **settings: object) -> None:
-        if "setup_worker_path" in settings:
-            settings["setup_worker_path"] = str(_HERE)
+    def update_if_absent(self: Any, **settings: object) -> None:
+        if "setup_worker_path" in settings:  # a node's settings
+            self.no_monitor = True
+            settings |= {"include_log_monitor": False, **more}
         before(self, **settings)
 
     params.update_if_absent = update_if_absent
 
 
-def _be_patient(services: Any) -> None:
-    """Of this module is what Ray asks whether its node manager is there."""
+def _start_patiently(services: Any) -> None:
+    """Of this module is what starts Ray's processes, and waits for them."""
+    start = services.start_api_server
+
+    def start_api_server(include_dashboard: bool | None, *given: object, **named: object) -> object:
+        return (None, None) if include_dashboard is False else start(include_dashboard, *given, **named)
+
+    services.start_api_server = start_api_server
     look = services.get_node
 
     def get_node(*given: object, **named: object) -> object:
@@ -99,7 +114,7 @@ def _be_patient(services: Any) -> None:
     services.get_node = get_node
 
 
-_PATIENT = {"ray._private.services": _be_patient}
+_LESS = {"ray._private.parameter": _leave_out_monitors, "ray._private.services": _start_patiently}
 
 
 def main() -> None:

@@ -58,15 +58,30 @@ def test_a_program_finds_what_it_is_given_and_nothing_else(tmp_path: Path) -> No
     assert last == "at exit"
 
 
+ENDS = """
+import atexit, sys, threading
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (threading.main_thread().join(), print("a thread's last"))).start()
+sys.exit("in words")
+"""
+
+
+def test_a_program_ends_in_order_with_words(tmp_path: Path) -> None:
+    assert started(tmp_path, ENDS).wait() == 1
+    assert (tmp_path / "said").read_text() == "in words\na thread's last\nat exit\n"
+
+
 def test_a_program_that_starts_ray_has_its_workers_forked(tmp_path: Path) -> None:
     text = """
 from ray._private.parameter import RayParams
+from ray._private.services import start_api_server
 params = RayParams()
-params.update_if_absent(setup_worker_path="Ray's own")
-print(params.setup_worker_path)
+params.update_if_absent(setup_worker_path="Ray's own", include_log_monitor=True)
+print(params.setup_worker_path, params.include_log_monitor, params.no_monitor)
+print(start_api_server(False, raise_on_failure=False))
 """
     assert started(tmp_path, text).wait() == 0
-    assert (tmp_path / "said").read_text() == f"{ray_forks.__file__}\n"
+    assert (tmp_path / "said").read_text() == f"{ray_forks.__file__} False True\n(None, None)\n"
 
 
 def test_an_error_is_told_as_by_python_itself(tmp_path: Path) -> None:

@@ -49,8 +49,10 @@ class Command:
         self.process = self._started({**os.environ, **self.environment, _TAG: self.tag})
 
     def _started(self, environment: dict[str, str]) -> subprocess.Popen[bytes] | Program:
-        """`paceline` itself is forked, unless it is to start `COLD`; every other program starts as ever."""
-        if self.arguments[0] == PACELINE and environment.get(programs.ADDRESS):
+        """`paceline` itself and a file of Python's are forked, unless they are to start `COLD`; every other program
+        starts as ever."""
+        is_python = self.arguments[0] == PACELINE or self.arguments[0].endswith(".py")
+        if is_python and environment.get(programs.ADDRESS):
             with open(os.devnull) as nothing:
                 streams = (nothing.fileno(), self._output.fileno(), self._output.fileno())
                 return Program(self.arguments, directory=self.directory, environment=environment, streams=streams)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from tests.distributed.harness import Command
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 LIGHTNING = """
 import sys, torch, lightning.pytorch as pl, torch.distributed as dist
@@ -164,7 +163,7 @@ def trained(command: list[str], directory: Path) -> dict[str, str]:
 def test_lightning(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LIGHTNING)
-    found = trained([sys.executable, str(script)], tmp_path)
+    found = trained(["python", str(script)], tmp_path)
     assert found["paceline"] == found["gloo"]
 
 
@@ -174,7 +173,7 @@ def test_what_takes_gloo_on_cpus(package: str, text: str, tmp_path: Path) -> Non
         pytest.skip(f"{package} is not installed (paceline[frameworks])")
     script = tmp_path / "script.py"
     script.write_text(text)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found = trained([*torchrun, str(script)], tmp_path)
     assert found["paceline"] == found["gloo"]
 
@@ -183,7 +182,7 @@ def test_what_takes_gloo_on_cpus(package: str, text: str, tmp_path: Path) -> Non
 def test_ray_train(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(RAY_TRAIN)
-    command = Command([sys.executable, str(script), str(tmp_path)], tmp_path, {"RAY_ADDRESS": "local"})
+    command = Command(["python", str(script), str(tmp_path)], tmp_path, {"RAY_ADDRESS": "local"})
     try:
         output = command.wait()
         assert command.status == 0, output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +16,13 @@ from tests.distributed.local import Listener
 
 pytestmark = pytest.mark.ray
 INTERRUPTED = 130
-PATIENT = "from paceline.engines.ray import supervisor; supervisor._SAVE_S = 3600.0"
+PATIENT = """
+import sys
+from paceline.cli import main
+from paceline.engines.ray import supervisor
+supervisor._SAVE_S = 3600.0
+sys.exit(main())
+"""
 SLOW = pytest.mark.slow
 
 
@@ -62,10 +67,11 @@ def test_first_interrupt_saves_and_resume_goes_on(start, tmp_path: Path) -> None
 def test_second_interrupt_ends_at_once(start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     # A hanging worker cannot save, so that the first interrupt is still waited for, here for as long as it takes.
-    patient = f"import sys; {PATIENT}; from paceline.cli import main; sys.exit(main())"
+    patient = tmp_path / "patient.py"
+    patient.write_text(PATIENT)
     command = start(
-        "-c", patient, "run", TRAIN, "--workers", 2, "--out", out, "--",
-        "--fault", "hang", "--step", 3, "--child", "--results", out, program=sys.executable,
+        "run", TRAIN, "--workers", 2, "--out", out, "--",
+        "--fault", "hang", "--step", 3, "--child", "--results", out, program=str(patient),
     )  # fmt: skip
     assert wait_until((out / "struck").exists)
     command.interrupt()

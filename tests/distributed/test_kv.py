@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from paceline import kv
 from paceline.errors import UsageError
 from paceline.kv import serving
 from tests.distributed.harness import wait_until
+from tests.forks import FORKS
 
 PAGE = Path(__file__).parents[2] / "docs" / "kv.md"
 
@@ -53,7 +55,8 @@ def test_servers_end_with_whoever_started_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_function_that_servers_cannot_import_is_refused() -> None:
+def test_a_function_that_servers_cannot_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "multiprocessing", SimpleNamespace(get_context=lambda way: FORKS))
     functions = {"f": kv.Function("no_such_module:f")}
     with (
         pytest.raises(UsageError, match="server 0 of a store: servers cannot import 'no_such_module:f'"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,10 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "federated" / "mcmahan.py"
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_cell_is_counted_and_its_study_goes_on(data_directory: Path, tmp_path: Path) -> None:
     """The first time in full, the second time from what is there."""
-    command = [sys.executable, str(RECIPE), "table-1", "--only", "1", "--seeds", "1", "--most", "0.05"]
+    command = ["python", str(RECIPE), "table-1", "--only", "1", "--seeds", "1", "--most", "0.05"]
     for _ in range(2):
         done = subprocess.run(
             [*command, "--rates", "0.1", "--out", str(tmp_path)], capture_output=True, text=True, timeout=600

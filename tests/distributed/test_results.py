@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -203,18 +202,15 @@ while True:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_an_interrupted_run_that_cannot_be_saved_has_failed(small_disk: Path, tmp_path: Path) -> None:
     """What started it must not think that it goes on from there."""
     (tmp_path / "script.py").write_text(NO_ROOM)
-    command = "import os, sys; os.environ['LAUNCHER'] = str(os.getpid()); from paceline.cli import main; main()"
+    command = "import os\nos.environ['LAUNCHER'] = str(os.getpid())\nfrom paceline.cli import main\nmain()\n"
+    (tmp_path / "launch.py").write_text(command)
     options = ["run", "script.py", "--out", str(small_disk / "out"), "--", str(small_disk / "filler")]
     done = subprocess.run(
-        [sys.executable, "-c", command, *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+        ["python", "launch.py", *options], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "interrupted, and the last checkpoint is not saved: cannot write checkpoint.pt: No space left" in done.stderr

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.test_slurm import PACELINE, write_script
+from tests.distributed.test_slurm import write_script
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("forked_programs")]
 
 # Both start a program in an environment of their own, in the home directory.
 RUNS_HERE = 'cd / && exec env -i PATH=/usr/bin:/bin ON=second "$@"'
@@ -40,7 +40,7 @@ open({str(tmp_path)!r} + '/ran-on-' + os.environ.get('ON', 'first'), 'w').close(
 assert not [name for name in os.listdir({str(tmp_path)!r}) if name.startswith('.paceline-job-')]
 """
     script.write_text(script.read_text() + mark)
-    command = [PACELINE, "run", script.name]
+    command = ["paceline", "run", script.name]
     options = ["--workers", "3", "--strategy", "ps-bsp:servers=1", "--out", "results"]
     return subprocess.run(
         [*command, *options], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False

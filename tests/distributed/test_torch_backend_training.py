@@ -264,10 +264,11 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_script_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == 0, done.stderr

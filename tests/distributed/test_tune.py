@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -123,9 +122,9 @@ def cluster(program_forks: str) -> Iterator[str]:
         cluster.shutdown()
 
 
-def output_of(directory: Path, cluster: str, *program: str) -> str:
+def output_of(directory: Path, cluster: str, programs: str, *program: str) -> str:
     """What a program says, of which nothing is left."""
-    command = Command([sys.executable, *program], directory, {"RAY_ADDRESS": cluster})
+    command = Command([f"{programs}/python", *program], directory, {"RAY_ADDRESS": cluster})
     try:
         output = command.wait()
         assert command.status == 0, output
@@ -141,11 +140,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(directory: Path, cluster: str) -> Any:
+def found(directory: Path, cluster: str, program_forks: str) -> Any:
     """What two experiments, and one of them restored, found."""
     (directory / "script.py").write_text(SCRIPT)
     (directory / "tuning.py").write_text(TUNE)
-    output_of(directory, cluster, "tuning.py")
+    output_of(directory, cluster, program_forks, "tuning.py")
     return json.loads((directory / "found.json").read_text())
 
 
@@ -187,10 +186,10 @@ def test_a_restored_trial_goes_on_as_if_nothing_had_happened(found: Any) -> None
     assert restored["loss"][-1] == whole["loss"][-1]
 
 
-def test_the_recipe_finds_a_good_learning_rate(tmp_path: Path, cluster: str) -> None:
+def test_the_recipe_finds_a_good_learning_rate(tmp_path: Path, cluster: str, program_forks: str) -> None:
     said = re.search(
         r"accuracy (\S+) by .*'lr': 0.3",
-        output_of(tmp_path, cluster, str(RECIPE), "--steps", "100", "--strategies", "all-reduce"),
+        output_of(tmp_path, cluster, program_forks, str(RECIPE), "--steps", "100", "--strategies", "all-reduce"),
     )
     assert said is not None
     assert float(said[1]) > 0.9

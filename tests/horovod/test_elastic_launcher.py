@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ import paceline.horovod
 from paceline.errors import RunFailed, UsageError
 from paceline.running.result import Result
 
-PACELINE = str(Path(sys.executable).with_name("paceline"))
 SCRIPT = """
 import json, os, sys, time
 import torch
@@ -63,7 +61,8 @@ class Job:
         (folder / "train.py").write_text(SCRIPT)
         self.said_path = folder / "said"
         self.said_path.touch()
-        command = [PACELINE, "horovodrun", *options, "python", str(folder / "train.py"), str(folder), str(memberships)]
+        script = [str(folder / "train.py"), str(folder), str(memberships)]
+        command = ["paceline", "horovodrun", *options, "python", *script]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=folder
         )
@@ -144,7 +143,7 @@ def test_a_host_gets_a_worker_again_once_its_cooldown_is_over(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_programs")  # workers; the launcher loads what it uses
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_is_left_when_the_launcher_ends(tmp_path: Path, ending: signal.Signals) -> None:
     job = Job(tmp_path, "-np", "2", "--min-np", "2", "-H", "localhost:2", memberships=9)

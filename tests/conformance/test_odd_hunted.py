@@ -230,12 +230,12 @@ def marks(engine: str, strategy: str, name: str) -> list[Any]:
 
 
 def cases() -> list[Any]:
-    return [
-        pytest.param(engine, strategy, name, id=f"{engine}-{strategy}-{name}", marks=marks(engine, strategy, name))
-        for engine in ENGINES
-        for strategy in (STRATEGIES if engine == "virtual" else ("all-reduce", "ps-bsp", "gossip"))
-        for name in (odd_hunted.SCRIPTS if (engine, strategy) == ("processes", "gossip") else SCRIPTS)
-    ]
+    """Every script under every strategy virtually, and in processes, where only the way of the bytes is another, under
+    all-reduce and a server in turns, some under gossip, too."""
+    virtually = [("virtual", strategy, name) for strategy in STRATEGIES for name in SCRIPTS]
+    in_turns = [("processes", JOINT[number % 2], name) for number, name in enumerate(SCRIPTS)]
+    more = [("processes", "gossip", name) for name in odd_hunted.SCRIPTS]
+    return [pytest.param(*case, id="-".join(case), marks=marks(*case)) for case in [*virtually, *in_turns, *more]]
 
 
 @pytest.mark.parametrize(("engine", "strategy", "name"), cases())

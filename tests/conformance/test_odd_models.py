@@ -7,7 +7,7 @@ and the others, with one worker, that process.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -305,25 +305,22 @@ QUICK_IN_PROCESSES = (
 )
 
 
-def cases() -> list[Any]:
-    """Every row under every strategy on both engines; most of those in processes, and those with workers that know
-    nothing of one another, are left to `make test-slow`."""
-    return [
-        pytest.param(
-            engine,
-            strategy,
-            row,
-            id=f"{engine}-{strategy}-{row.name}",
-            marks=[pytest.mark.slow]
-            if strategy not in JOINT
-            or (engine == "processes" and (row.name not in QUICK_IN_PROCESSES or strategy != "all-reduce"))
-            else [],
-        )
-        for engine in ENGINES
-        for strategy in (EVERY if engine == "virtual" else JOINT)
-        for row in ODD
-        if row.only_on in ("", engine)
-    ]
+def cases() -> Iterator[Any]:
+    """Every row under every strategy virtually, of which those whose workers know nothing of one another are left to
+    `make test-slow`. In processes, where only the way of the bytes is another, some rows run under all-reduce, and the
+    others, which are left to it, too, under all-reduce and a server in turns."""
+    for strategy in EVERY:
+        for row in (row for row in ODD if row.only_on != "processes"):
+            yield case("virtual", strategy, row, is_slow=strategy not in JOINT)
+    for number, row in enumerate(row for row in ODD if row.only_on != "virtual"):
+        is_quick = row.name in QUICK_IN_PROCESSES
+        for strategy in JOINT if row.only_on else ("all-reduce",) if is_quick else (JOINT[number % 2],):
+            yield case("processes", strategy, row, is_slow=not is_quick)
+
+
+def case(engine: str, strategy: str, row: Odd, *, is_slow: bool) -> Any:
+    slow = [pytest.mark.slow] if is_slow else []
+    return pytest.param(engine, strategy, row, id=f"{engine}-{strategy}-{row.name}", marks=slow)
 
 
 @pytest.mark.parametrize(("engine", "strategy", "row"), cases())

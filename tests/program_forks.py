@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 import numpy
 
 from tests import ray_forks
+from tests.programs import ADDRESS
 
 LOADED = (
     *("torch._dynamo", "torch.distributed", "pandas", "scipy.stats", "zmq", "rich.progress", "typer", "jinja2", "yaml"),
@@ -159,6 +160,8 @@ def _run(asked: dict[str, Any]) -> NoReturn:
         signal.signal(name, does)
     sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in os.environ or os.isatty(1))  # type: ignore[union-attr]
     ray_forks.use_in_program()
+    if ADDRESS in os.environ:
+        sys.meta_path.insert(0, ray_forks.OnceLoaded({"paceline.horovod.processes": _fork_workers}))
     status = 0
     try:
         _be(*asked["arguments"])
@@ -205,6 +208,14 @@ def _do_what_is_to_be_done_at_exit() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+
+
+def _fork_workers(processes: Any) -> None:
+    """Of this module are workers of Horovod's launcher, which it starts by the path of its Python. Commands that these
+    start have files of theirs, which reach no fork."""
+    stand_in = os.path.join(os.path.dirname(os.environ[ADDRESS]), "bin", "python")
+    command = [stand_in, *processes._worker()[1:]]
+    processes._worker = lambda: command
 
 
 def _end_interrupted() -> None:

@@ -44,15 +44,17 @@ def used() -> Iterator[None]:
 
 def use_in_program() -> None:
     """As `used`, from when this process loads Ray, if it ever does."""
-    sys.meta_path.insert(0, _OnceLoaded({**_LESS, "ray._private.parameter": _fork_workers}))
+    sys.meta_path.insert(0, OnceLoaded({**_LESS, "ray._private.parameter": _fork_workers}))
 
 
 def be_patient_in_program() -> None:
     """As `use_in_program`, but workers start as ever."""
-    sys.meta_path.insert(0, _OnceLoaded(_LESS))
+    sys.meta_path.insert(0, OnceLoaded(_LESS))
 
 
-class _OnceLoaded(MetaPathFinder):
+class OnceLoaded(MetaPathFinder):
+    """Changes modules as they are loaded, by their names."""
+
     def __init__(self, changes: Mapping[str, Callable[[Any], None]]) -> None:
         self._left = dict(changes)
 

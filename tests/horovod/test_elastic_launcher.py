@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ import pytest
 
 import paceline.horovod
 from paceline.errors import RunFailed, UsageError
+from paceline.horovod import processes
 from paceline.running.result import Result
 
 SCRIPT = """
@@ -195,7 +197,10 @@ def test_what_run_refuses() -> None:
 
 
 @pytest.mark.slow
-def test_a_function_on_every_rank_returns_what_it_likes() -> None:
+@pytest.mark.usefixtures("forked_programs")
+def test_a_function_on_every_rank_returns_what_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = [shutil.which("python"), "-u", "-m", "paceline.horovod.remote"]
+    monkeypatch.setattr(processes, "_worker", lambda: worker)
     gathered = [(0, "a word"), (1, "a word")]
     results = paceline.horovod.run(_gather, ("a",), {"rest": " word"}, np=2)
     assert [(result, type(big), len(big)) for result, big in results] == [(gathered, bytes, 10_000_000)] * 2

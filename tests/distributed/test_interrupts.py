@@ -74,6 +74,7 @@ def test_second_interrupt_ends_at_once(start, tmp_path: Path) -> None:
         "--fault", "hang", "--step", 3, "--child", "--results", out, program=str(patient),
     )  # fmt: skip
     assert wait_until((out / "struck").exists)
+    assert wait_until(lambda: is_training(out))
     command.interrupt()
     time.sleep(1.0)
     assert command.process.poll() is None

@@ -70,7 +70,7 @@ def test_any_order_of_operations(backend: str, size: int, run: Callable[..., str
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("backend", "size", "num_calls"), [("shared_memory", 3, 10_000), ("gloo", 2, 5_000)])
+@pytest.mark.parametrize(("backend", "size", "num_calls"), [("shared_memory", 3, 4_000), ("gloo", 2, 2_000)])
 def test_mixed_operations_leak_nothing(backend: str, size: int, num_calls: int) -> None:
     before = shared_memory()
     with World(backend, size) as world:

@@ -16,6 +16,7 @@ import tempfile
 import unittest
 from collections import Counter
 from collections.abc import Iterable
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,8 @@ from paceline.torch_backend import BACKEND_NAME
 WORLD_SIZE, LARGE_WORLD_SIZE = "4", "8"
 """Some tests leave themselves out for one of the two."""
 MEETING_S = 300
+LOADED = ("paceline.torch_backend.process_group", "torch.testing._internal.common_device_type", "torch._dynamo")
+"""What each of a test's processes would load, in a quarter of a second."""
 TOO_SMALL = "Skipped due to small world size."
 OF_MPI = "Only MPI supports"
 
@@ -61,6 +64,9 @@ class _Name(str):
 def _load() -> ModuleType:
     os.environ.update(BACKEND="gloo", WORLD_SIZE=WORLD_SIZE, INIT_METHOD="env://")
     from torch.testing._internal.distributed import distributed_test
+
+    for name in LOADED:
+        import_module(name)
 
     os.environ["BACKEND"] = BACKEND_NAME
     distributed_test.BACKEND = _Name(BACKEND_NAME)  # type: ignore[attr-defined]

@@ -42,11 +42,13 @@ from tests import ray_forks
 from tests.programs import ADDRESS
 
 LOADED = (
-    *("torch._dynamo", "torch.distributed", "pandas", "scipy.stats", "zmq", "rich.progress", "typer", "jinja2", "yaml"),
-    *("paceline.training.worker", "paceline.strategies", "paceline.comm.servers.service", "paceline.comm.hierarchical"),
-    *("paceline.comm.process_group", "paceline.comm.servers.group", "paceline.comm.socket_mailbox", "paceline.lab"),
-    *("paceline.planner", "paceline.engines.ray.control", "paceline.engines.striking", "paceline.running.simulating"),
-    *("paceline.running.watching", "paceline.lab.comparing", "paceline.lab.tracking", "paceline.lab.virtual_cluster"),
+    *("torch._dynamo", "torch.distributed.run", "pandas", "scipy.stats", "zmq", "rich.progress", "typer", "jinja2"),
+    *("yaml", "paceline.training.worker", "paceline.strategies", "paceline.comm.process_group", "paceline.nn"),
+    *("paceline.comm.hierarchical", "paceline.comm.servers.service", "paceline.comm.servers.group"),
+    *("paceline.comm.socket_mailbox", "paceline.planner", "paceline.engines.ray.control", "paceline.engines.striking"),
+    *("paceline.running.simulating", "paceline.running.watching", "paceline.data", "paceline.models", "paceline.lab"),
+    *("paceline.lab.comparing", "paceline.lab.tracking", "paceline.lab.virtual_cluster", "paceline.lab.figures"),
+    *("paceline.lab.html_page", "paceline.horovod.torch", "paceline.torch_backend.process_group"),
     *("google.protobuf.json_format", "jsonschema", "requests", "msgpack", "filelock"),  # what Ray imports
 )
 _EVENTS = select.POLLIN | select.POLLHUP

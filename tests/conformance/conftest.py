@@ -21,6 +21,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     is_virtual = metafunc.module.__name__ in ALL_ROWS
     rows = [row for row in ROWS if row.is_deterministic or not mark.kwargs.get("is_deterministic")]
+    rows = [row for row in rows if mark.kwargs.get("of_codecs", True) or not row.is_another_codec]
     metafunc.parametrize("row", [_case(row, when) for row in rows if (when := _when(row, is_virtual)) != "never"])
 
 

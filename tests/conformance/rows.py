@@ -69,6 +69,11 @@ class Row:
     """What a script that clips gradients has to ask for."""
 
     @property
+    def is_another_codec(self) -> bool:
+        """It differs from another row in its codec alone."""
+        return "codec" in self.options and self.is_slow and self.in_processes == "never"
+
+    @property
     def is_local(self) -> bool:
         """Workers take steps alone."""
         return self.steps_an_iteration > 1
@@ -265,6 +270,8 @@ ROWS = (
 
 # See conftest.py.
 every_row = pytest.mark.every_row
+every_row_but_codecs = pytest.mark.every_row(of_codecs=False)
+"""For checks of when a run begins and ends, of which codecs know nothing."""
 every_deterministic_row = pytest.mark.every_row(is_deterministic=True)
 
 

@@ -25,6 +25,7 @@ from tests.conformance.rows import (
     SELDOM,
     Row,
     every_row,
+    every_row_but_codecs,
     flat,
     keep,
     kept,
@@ -63,7 +64,7 @@ def prepare_unlike(worker: Worker, out: Path) -> None:
     keep(out, f"indices-{worker.rank}", torch.cat([indices for _, _, indices in loader]))
 
 
-@every_row
+@every_row_but_codecs
 def test_prepare_starts_all_from_rank_0_and_divides_the_data(row: Row, tmp_path: Path) -> None:
     row.run(prepare_unlike, tmp_path)
     indices = torch.cat([kept(tmp_path, f"indices-{rank}") for rank in range(row.workers)])
@@ -308,7 +309,7 @@ def evaluate_badly(worker: Worker, out: Path, *, returned: Any = None) -> None:
         step(worker, model, optimizer, x, y)
 
 
-@every_row
+@every_row_but_codecs
 def test_unknown_target_metric_is_an_error_at_once(row: Row, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="unknown target metric 'acuracy'; did you mean 'accuracy'"):
         row.run(_evaluate_accuracy, tmp_path, target="acuracy=0.5")

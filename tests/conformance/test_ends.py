@@ -17,6 +17,7 @@ from tests.conformance.rows import (
     SELDOM,
     Row,
     every_row,
+    every_row_but_codecs,
     keep,
     kept,
     prepared,
@@ -44,7 +45,7 @@ def train_for_long(worker: Worker, out: Path, *, slow_rank: int | None = None, m
     keep(out, f"ended-{worker.rank}", worker.iteration)
 
 
-@every_row
+@every_row_but_codecs
 def test_target_ends_the_run_for_all(row: Row, tmp_path: Path) -> None:
     result = row.run(train_for_long, tmp_path, target="score=3", eval_every=4)
     scores = [evaluation.metrics["score"] for evaluation in result.evaluations]
@@ -59,7 +60,7 @@ def test_target_ends_the_run_for_all(row: Row, tmp_path: Path) -> None:
     assert [kept(tmp_path, f"ended-{rank}") for rank in range(row.workers)] == [result.iteration] * row.workers
 
 
-@every_row
+@every_row_but_codecs
 def test_max_steps_counts_as_the_literature_does(row: Row, tmp_path: Path) -> None:
     """One a global update; where every gradient is an update, one a gradient."""
     result = row.run(train_for_long, tmp_path, max_steps=10)
@@ -83,7 +84,7 @@ def test_max_steps_counts_as_the_literature_does(row: Row, tmp_path: Path) -> No
         assert len(applied) == 10 * contributors * row.steps_an_iteration
 
 
-@every_row
+@every_row_but_codecs
 def test_max_time_ends_the_run_for_all(row: Row, tmp_path: Path) -> None:
     """Nothing else would end it."""
     max_time_s = short_s()
@@ -148,7 +149,7 @@ def test_word_to_stop_ends_the_run_and_saves(row: Row, tmp_path: Path) -> None:
     assert not result.evaluations
 
 
-@every_row
+@every_row_but_codecs
 def test_a_worker_that_is_done_early_takes_part_in_the_others_pauses(row: Row, tmp_path: Path) -> None:
     """Where workers do not wait for each other, the last one pauses alone many times."""
     script = _slow_last
@@ -170,7 +171,7 @@ def step_after_the_end(worker: Worker, out: Path) -> None:
     keep(out, f"never-{worker.rank}", True)
 
 
-@every_row
+@every_row_but_codecs
 def test_script_that_goes_on_stepping_is_ended(row: Row, tmp_path: Path) -> None:
     if row.turns > 1:
         pytest.skip("a client's turn lasts as long as the script asks for no other pass")

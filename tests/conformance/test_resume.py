@@ -25,6 +25,7 @@ from tests.conformance.rows import (
     Row,
     every_deterministic_row,
     every_row,
+    every_row_but_codecs,
     keep,
     loader_of,
     network,
@@ -220,7 +221,7 @@ def test_workers_that_were_not_in_step_go_on_in_step(first: str, second: str, tm
     assert steps == [(3 - epoch) * batches_an_epoch - num_batches_done] * workers
 
 
-@every_row
+@every_row_but_codecs
 def test_resume_of_a_finished_run_only_saves_the_model(row: Row, tmp_path: Path) -> None:
     script = partial(train_everything, num_epochs=2)
     first = row.run(script, tmp_path / "begun")

@@ -115,7 +115,8 @@ def test_recipes(ray_here: None) -> None:
 @pytest.mark.slow
 @pytest.mark.ray
 def test_a_function_under_horovod_s_own_name_in_as_many_workers_as_there_is_room(ray_here: None) -> None:
-    executor = RayExecutor(SETTINGS, min_workers=2, max_workers=2)
+    settings = MiniSettings(timeout_s=300, placement_group_timeout_s=300)  # its own: the executor notes who finds hosts
+    executor = RayExecutor(settings, min_workers=2, max_workers=2)
     executor.start(extra_env_vars={"MARK": 7})
     pids = executor.run(_under_horovod_s_name)
     assert len({*pids}) == 2

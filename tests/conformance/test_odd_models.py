@@ -323,7 +323,7 @@ def case(engine: str, strategy: str, row: Odd, *, is_slow: bool) -> Any:
     return pytest.param(engine, strategy, row, id=f"{engine}-{strategy}-{row.name}", marks=slow)
 
 
-@pytest.mark.parametrize(("engine", "strategy", "row"), cases())
+@pytest.mark.parametrize(("engine", "strategy", "row"), list(cases()))
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_odd_models(engine: str, strategy: str, row: Odd, tmp_path: Path) -> None:
     is_refused = strategy in row.refused

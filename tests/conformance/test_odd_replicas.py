@@ -341,7 +341,7 @@ def case(engine: str, strategy: str, odd: Odd, *, is_slow: bool) -> Any:
     return pytest.param(engine, strategy, odd, id=f"{engine}-{strategy}-{odd.name}", marks=slow)
 
 
-@pytest.mark.parametrize(("engine", "strategy", "odd"), cases())
+@pytest.mark.parametrize(("engine", "strategy", "odd"), list(cases()))
 def test_odd_replicas(engine: str, strategy: str, odd: Odd, tmp_path: Path) -> None:
     began_s = time.monotonic()
     refusal = odd.refused.get(strategy, odd.refused.get(EVERYWHERE))

@@ -31,7 +31,7 @@ def test_plain_python(start) -> None:
 def test_plain_python_script_that_fails(start, tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import paceline\nworker = paceline.init()\nraise ValueError('broken on purpose')\n")
-    command = start(script, program=sys.executable)
+    command = start(program=str(script))
     assert command.wait().rstrip().endswith("ValueError: broken on purpose")
     assert command.status == 1
     command.assert_nothing_left()

@@ -20,7 +20,7 @@ from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.shared_memory.side_by_side import side_by_side
 from paceline.server.tables.hashing import mixed, owners_of
 from paceline.server.tables.reading import rows_of
-from paceline.server.tables.slots import BUCKET_KEYS, find
+from paceline.server.tables.slots import BUCKET_KEYS, are_few, find_hashed, find_listed
 from paceline.server.tables.spec import TableSpec
 from paceline.server.tables.storage import Column, InMemory, no_room
 
@@ -147,19 +147,53 @@ class _SideBySide:
     def __init__(self, spec: TableSpec, shown: Sequence[Mapping[str, Any]]) -> None:
         self._spec, self._seed = spec, shown[0]["seed"]
         of_each = [[BlockAddress(*address) for address in each["columns"]] for each in shown]
-        keys, slots, rows = zip(*of_each, strict=True)
-        row_bytes, bucket_bytes = spec.dim * spec.dtype.itemsize, BUCKET_KEYS * torch.int64.itemsize
-        of_keys, first_buckets = side_by_side(keys, unit_bytes=bucket_bytes)
-        of_slots, _ = side_by_side(slots, unit_bytes=bucket_bytes)
+        *index, rows = zip(*of_each, strict=True)
+        self._index = _Listed(*index) if are_few(spec.num_rows) else _Hashed(*index)
+        row_bytes = spec.dim * spec.dtype.itemsize
         of_rows, first_rows = side_by_side(rows, unit_bytes=row_bytes)
-        self._keys, self._slots = (each.view(torch.int64).view(-1, BUCKET_KEYS) for each in (of_keys, of_slots))
         self._rows = of_rows[: len(of_rows) // row_bytes * row_bytes].view(spec.dtype).view(-1, spec.dim)
-        masks = [address.num_bytes // bucket_bytes - 1 for address in keys]
-        self._first_buckets, self._masks, self._first_rows = (
-            torch.tensor(each).numpy() for each in (first_buckets, masks, first_rows)
-        )
+        self._first_rows = _array(first_rows)
 
     def read(self, keys: Tensor, hashed: Tensor, owner: Tensor) -> Tensor:
         of = owner.numpy()
-        slots = find(keys, hashed, self._keys, self._slots, self._first_buckets.take(of), self._masks.take(of))
+        slots = self._index.find(keys, hashed, of)
         return rows_of(self._spec, self._rows, keys, slots, seed=self._seed, begin=self._first_rows.take(of))
+
+
+@final
+class _Listed:
+    """See `ListedSlots`."""
+
+    def __init__(self, places: Sequence[BlockAddress]) -> None:
+        of_places, first_places = side_by_side(places, unit_bytes=torch.int32.itemsize)
+        self._places, self._first_places = of_places.view(torch.int32), _array(first_places)
+
+    def find(self, keys: Tensor, hashed: Tensor, owner: Any) -> Tensor:
+        """The slot of each key on its server, as `Slots.find`.
+
+        Args:
+            hashed: the keys, mixed.
+        """
+        return find_listed(keys, self._places, self._first_places.take(owner))
+
+
+@final
+class _Hashed:
+    """See `HashedSlots`."""
+
+    def __init__(self, keys: Sequence[BlockAddress], slots: Sequence[BlockAddress]) -> None:
+        bucket_bytes = BUCKET_KEYS * torch.int64.itemsize
+        of_keys, first_buckets = side_by_side(keys, unit_bytes=bucket_bytes)
+        of_slots, _ = side_by_side(slots, unit_bytes=bucket_bytes)
+        self._keys, self._slots = (each.view(torch.int64).view(-1, BUCKET_KEYS) for each in (of_keys, of_slots))
+        self._first_buckets = _array(first_buckets)
+        self._masks = _array([address.num_bytes // bucket_bytes - 1 for address in keys])
+
+    def find(self, keys: Tensor, hashed: Tensor, owner: Any) -> Tensor:
+        """As `_Listed.find`."""
+        first_buckets, masks = self._first_buckets.take(owner), self._masks.take(owner)
+        return find_hashed(keys, hashed, self._keys, self._slots, first_buckets, masks)
+
+
+def _array(numbers: Sequence[int]) -> Any:
+    return torch.tensor(numbers).numpy()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.arrays import as_words
-from paceline.server.tables.slots import Slots
+from paceline.server.tables.slots import slots_for
 from paceline.server.tables.storage import Address, Storage
 
 KEYS = "keys"
@@ -27,12 +27,15 @@ class Entries:
     """Keys have slots from 0 on, in the order in which they came. Where some go, the last ones get their slots.
 
     Args:
+        num_keys: keys are below it.
         seen: a column that other processes of this host see, with the index, if they see any; none: they see nothing.
     """
 
-    def __init__(self, storage: Storage, widths: Mapping[str, Width], *, seen: str | None = None) -> None:
+    def __init__(
+        self, storage: Storage, widths: Mapping[str, Width], *, num_keys: int, seen: str | None = None
+    ) -> None:
         self._storage, self.widths = storage, widths
-        self._slots = Slots(storage, is_seen=seen is not None)
+        self._slots = slots_for(num_keys, storage, is_seen=seen is not None)
         self._keys = storage.column(_LEAST, 1, torch.int64)
         self._columns = {
             name: storage.column(_LEAST, num, dtype, is_seen=name == seen) for name, (num, dtype) in widths.items()

@@ -298,7 +298,7 @@ class Table:
         columns = {_ROWS: Width(spec.dim, spec.dtype)}
         for name, (width, _) in spec.optimizer.state.items():
             columns[name] = Width(spec.dim if width == "element" else 1, spec.computed)
-        groups = {"": Entries(storage, {**columns, **last}, seen=_ROWS)}
+        groups = {"": Entries(storage, {**columns, **last}, num_keys=spec.num_rows, seen=_ROWS)}
         if spec.min_count > 1:
-            groups[WAITING] = Entries(storage, {_COUNT: Width(1, torch.int64), **last})
+            groups[WAITING] = Entries(storage, {_COUNT: Width(1, torch.int64), **last}, num_keys=spec.num_rows)
         return groups

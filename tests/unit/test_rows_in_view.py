@@ -152,7 +152,8 @@ def test_too_few_files_are_named() -> None:
 
 def test_who_reads_rows_cannot_write_them() -> None:
     servers = Servers(1)
-    nonces = [address[3] for address in servers.tables[0][0].plain_view()["columns"]]
+    view = servers.tables[0][0].plain_view()
+    nonces = [address[3] for address in [*view["index"], *view["columns"].values()]]
     for nonce in nonces:
         lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"paceline-{nonce:016x}" in line]
         assert sorted(line.split()[1] for line in lines) == ["r--s", "rw-s"]  # the worker's, and the server's

@@ -71,7 +71,9 @@ def test_rows_take_memory_from_their_first_update_on() -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(batches=BATCHES, before=st.integers(1, 4), after=st.integers(1, 4), num_rows=SIZES)
-def test_a_state_goes_to_any_number_of_servers(batches: list[list[int]], before: int, after: int, num_rows: int) -> None:
+def test_a_state_goes_to_any_number_of_servers(
+    batches: list[list[int]], before: int, after: int, num_rows: int
+) -> None:
     net, other = (
         Net(spec_of("adam:lr=0.1", seed=seed, num_rows=num_rows), num_servers=num)
         for seed, num in ((4, before), (5, after))

@@ -1,65 +1,91 @@
-"""Rows of tables in memory that workers on the server's host see, and read themselves.
+"""Rows of tables in memory that workers on the server's host see, and read themselves; if they are lent, they update
+them, too.
 
-A sequence lock (Lameter, "Effective synchronization on Linux/NUMA systems", 2005): the server makes a number odd before
-entries change, and even after. A worker that finds another number after reading than before reads again.
+A sequence lock (Lameter, "Effective synchronization on Linux/NUMA systems", 2005): who changes entries makes a number
+odd before, and even after. A worker that finds another number after reading than before reads again. Who changes
+entries has a lock meanwhile, which outlives its owner. A worker that dies ends the run, so that nobody goes by the half
+of an update that it may leave.
 """
 
 import contextlib
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
-from typing import Any, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from paceline.comm.shared_memory import futex
+from paceline.comm.shared_memory import futex, mutex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.shared_memory.side_by_side import side_by_side
+from paceline.server.tables import stepping
 from paceline.server.tables.hashing import mixed, owners_of
 from paceline.server.tables.reading import rows_of
+from paceline.server.tables.row_optimizers import RowOptimizer
 from paceline.server.tables.slots import BUCKET_KEYS, are_few, find_hashed, find_listed
-from paceline.server.tables.spec import TableSpec
+from paceline.server.tables.spec import ROWS, RowGradients, TableSpec
 from paceline.server.tables.storage import Column, InMemory, no_room
 
 _CHANGES, _COLUMNS = 0, 1  # 64-bit words of a board: odd while entries change; how often there were new columns
-_BOARD_BYTES = 64
+_WORDS_BYTES = 64
 _PATIENCE_S = 2e-3  # an update of a few thousand rows takes a tenth
 _TRIES = 8
 _REMEDY = "have its rows on more servers with --option servers=N, or in files with --option table_dir=DIR"
+T = TypeVar("T")
+
+
+@final
+class _Board:
+    """What a server shares with all workers on its host beside columns: the lock, and words."""
+
+    def __init__(self, block: SharedBlock) -> None:
+        self._memory = block.tensor
+        self.words = block.buffer[mutex.MUTEX_BYTES :].cast("q")
+        self.lock = mutex.RobustMutex(self._memory.data_ptr())
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """The lock must be held."""
+        self.words[_CHANGES] |= 1  # which a worker that was killed may have left so
+        futex.fence()
+        try:
+            yield
+        finally:
+            futex.fence()
+            self.words[_CHANGES] += 1
 
 
 @final
 class RowsInView(InMemory):
     """A server's end."""
 
+    lends = mutex.IS_AVAILABLE
+
     def __init__(self) -> None:
-        block = SharedBlock.create(_BOARD_BYTES)
+        block = SharedBlock.create(mutex.MUTEX_BYTES + _WORDS_BYTES)
         weakref.finalize(self, block.close)
-        self._board = astuple(block.address)
-        self._words = block.buffer.cast("q")
+        if self.lends:
+            mutex.prepare(block.tensor.data_ptr())
+        self._address, self._board = astuple(block.address), _Board(block)
 
     def plain_view(self) -> dict[str, Any]:
-        return {"board": self._board, "num_columns": self._words[_COLUMNS]}
+        return {"board": self._address, "num_columns": self._board.words[_COLUMNS]}
 
     def column(self, num: int, width: int, dtype: torch.dtype, *, is_seen: bool = False) -> Column:
         return _Shared(self, num, width, dtype) if is_seen else super().column(num, width, dtype)
 
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        self._words[_CHANGES] += 1
-        futex.fence()
-        try:
-            yield
-        finally:
-            futex.fence()
-            self._words[_CHANGES] += 1
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        return self._board.lock if self.lends else contextlib.nullcontext()
+
+    def changing(self) -> contextlib.AbstractContextManager[None]:
+        return self._board.changing()
 
     def announce(self) -> None:
         """There is a column that workers do not know."""
-        self._words[_COLUMNS] += 1
+        self._board.words[_COLUMNS] += 1
         futex.fence()
 
 
@@ -88,6 +114,16 @@ class _Shared(Column):
         self._storage.announce()
 
 
+class Found(NamedTuple):
+    """Where a table's rows are."""
+
+    keys: Tensor
+    owner: Any
+    """Of each key, its server."""
+    slots: Tensor
+    """There; below 0 where it has no row yet."""
+
+
 @final
 class RowsSeen:
     """A worker's end: the rows of all servers as they have shown them.
@@ -101,24 +137,73 @@ class RowsSeen:
     """
 
     def __init__(self, specs: Sequence[TableSpec], shown: Sequence[Mapping[str, Any]]) -> None:
-        self._boards = [SharedBlock.open(BlockAddress(*each["board"])).buffer.cast("q") for each in shown]
+        self._boards = [_Board(SharedBlock.open(BlockAddress(*each["board"]))) for each in shown]
         self._num_columns = [each["num_columns"] for each in shown]
         self.num_read = 0
         """Servers that had rows of the keys that were read last."""
         self._tables = [
             _SideBySide(spec, [each["tables"][number] for each in shown]) for number, spec in enumerate(specs)
         ]
+        self._found: dict[int, Found] = {}  # by table, the rows that were read last
 
     @property
     def is_outdated(self) -> bool:
         """Whether a server has columns that this does not know."""
-        return [board[_COLUMNS] for board in self._boards] != self._num_columns
+        return [board.words[_COLUMNS] for board in self._boards] != self._num_columns
 
     def read(self, table: int, keys: Tensor) -> Tensor | None:
         """A copy of the rows of these keys, none of which has changed meanwhile; none: the servers are to be asked,
         which change them all the time, or have new columns."""
-        hashed, until_s = mixed(keys), time.perf_counter() + _PATIENCE_S
-        owner = owners_of(hashed, len(self._boards))
+        rows, own = None, self._tables[table]
+        hashed = mixed(keys)
+        owner = owners_of(hashed, len(self._boards)).numpy()
+
+        def look() -> tuple[Tensor, Tensor]:
+            slots = own.find(keys, hashed, owner)
+            return slots, own.rows(keys, slots, owner)
+
+        looked = self._unchanged(look)
+        if looked is None:
+            return None
+        slots, rows = looked
+        self._found[table] = Found(keys, owner, slots)
+        self.num_read = sum(bool((owner == server).any()) for server in range(len(self._boards)))
+        return rows
+
+    def found(self, table: int, keys: Tensor) -> Found | None:
+        """Where the rows are that were read last, for `update`; none: this worker may not update them, or they are of
+        other keys, or some are yet to be made."""
+        found = self._found.get(table)
+        is_known = found is not None and (found.keys is keys or torch.equal(found.keys, keys))
+        if not is_known or found is None or not self._tables[table].is_lent or self.is_outdated:
+            return None
+        return found if not len(keys) or found.slots.numpy().min() >= 0 else None
+
+    def update(
+        self, table: int, found: Found, values: Tensor, optimizer: RowOptimizer, servers: Sequence[int]
+    ) -> list[int]:
+        """Make an update of those of these rows that the servers have; returns which servers have new columns, whose
+        rows stay as they are.
+
+        Args:
+            found: of this or another view of the servers.
+            values: of the rows' gradients.
+        """
+        own, left = self._tables[table], []
+        for server in servers:
+            board = self._boards[server]
+            places = torch.from_numpy((found.owner == server).nonzero()[0])
+            gradients = RowGradients(found.keys.index_select(0, places), values.index_select(0, places))
+            with board.lock:
+                if board.words[_COLUMNS] != self._num_columns[server]:
+                    left.append(server)
+                elif len(places):
+                    own.update(server, found.slots.index_select(0, places), gradients, optimizer, board)
+        return left
+
+    def _unchanged(self, look: Callable[[], T]) -> T | None:
+        """What this gives while nothing changes; none, as `read`."""
+        until_s = time.perf_counter() + _PATIENCE_S
         for _ in range(_TRIES):
             changes = self._changes()
             while any(number % 2 for number in changes):
@@ -127,17 +212,16 @@ class RowsSeen:
                 os.sched_yield()
                 changes = self._changes()
             futex.fence()
-            rows = self._tables[table].read(keys, hashed, owner)
+            seen = look()
             futex.fence()
             if self.is_outdated:
                 return None
             if changes == self._changes():
-                self.num_read = int(owner.bincount().count_nonzero())
-                return rows
+                return seen
         return None
 
     def _changes(self) -> list[int]:
-        return [board[_CHANGES] for board in self._boards]
+        return [board.words[_CHANGES] for board in self._boards]
 
 
 @final
@@ -146,18 +230,54 @@ class _SideBySide:
 
     def __init__(self, spec: TableSpec, shown: Sequence[Mapping[str, Any]]) -> None:
         self._spec, self._seed = spec, shown[0]["seed"]
-        of_each = [[BlockAddress(*address) for address in each["columns"]] for each in shown]
-        *index, rows = zip(*of_each, strict=True)
-        self._index = _Listed(*index) if are_few(spec.num_rows) else _Hashed(*index)
-        row_bytes = spec.dim * spec.dtype.itemsize
-        of_rows, first_rows = side_by_side(rows, unit_bytes=row_bytes)
-        self._rows = of_rows[: len(of_rows) // row_bytes * row_bytes].view(spec.dtype).view(-1, spec.dim)
+        self.is_lent = all(each["is_lent"] for each in shown)
+        index = [[BlockAddress(*address) for address in each["index"]] for each in shown]
+        self._index = (_Listed if are_few(spec.num_rows) else _Hashed)(*zip(*index, strict=True))
+        self._rows, first_rows = self._side_by_side(ROWS, shown)
         self._first_rows = _array(first_rows)
+        self._columns: list[dict[str, Tensor]] = []  # by server, if this worker may update rows
+        self._num_updates: list[Tensor] = []
+        if self.is_lent:
+            columns = {name: self._side_by_side(name, shown) for name in shown[0]["columns"]}
+            self._columns = [
+                {name: entries[firsts[server] :] for name, (entries, firsts) in columns.items()}
+                for server in range(len(shown))
+            ]
+            self._num_updates = [
+                SharedBlock.open(BlockAddress(*each["num_updates"])).tensor.view(torch.int64) for each in shown
+            ]
 
-    def read(self, keys: Tensor, hashed: Tensor, owner: Tensor) -> Tensor:
-        of = owner.numpy()
-        slots = self._index.find(keys, hashed, of)
-        return rows_of(self._spec, self._rows, keys, slots, seed=self._seed, begin=self._first_rows.take(of))
+    def find(self, keys: Tensor, hashed: Tensor, owner: Any) -> Tensor:
+        """The slot of each key on its server, as `Slots.find`.
+
+        Args:
+            hashed: the keys, mixed.
+        """
+        return self._index.find(keys, hashed, owner)
+
+    def rows(self, keys: Tensor, slots: Tensor, owner: Any) -> Tensor:
+        """A copy of the rows in these slots of their servers."""
+        return rows_of(self._spec, self._rows, keys, slots, seed=self._seed, begin=self._first_rows.take(owner))
+
+    def update(
+        self, server: int, slots: Tensor, gradients: RowGradients, optimizer: RowOptimizer, board: _Board
+    ) -> None:
+        """As `Table.update`, of rows that the server has in these slots. Its lock must be held."""
+        columns, num_updates = self._columns[server], self._num_updates[server]
+        num_updates += 1
+        entries = stepping.copies(columns, slots)
+        stepping.step(self._spec, optimizer, entries, gradients, seed=self._seed, number=int(num_updates))
+        with board.changing():
+            stepping.put(columns, slots, entries)
+
+    def _side_by_side(self, name: str, shown: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[int]]:
+        """A column of all servers, and the entry that each one's begins with."""
+        width = self._spec.columns[name]
+        addresses = [BlockAddress(*each["columns"][name]) for each in shown]
+        entry_bytes = width.num * width.dtype.itemsize
+        memory, firsts = side_by_side(addresses, unit_bytes=entry_bytes, is_written=self.is_lent)
+        whole = memory[: len(memory) // entry_bytes * entry_bytes]
+        return whole.view(width.dtype).view(-1, width.num), firsts
 
 
 @final
@@ -169,11 +289,7 @@ class _Listed:
         self._places, self._first_places = of_places.view(torch.int32), _array(first_places)
 
     def find(self, keys: Tensor, hashed: Tensor, owner: Any) -> Tensor:
-        """The slot of each key on its server, as `Slots.find`.
-
-        Args:
-            hashed: the keys, mixed.
-        """
+        """See `_SideBySide.find`."""
         return find_listed(keys, self._places, self._first_places.take(owner))
 
 
@@ -190,7 +306,7 @@ class _Hashed:
         self._masks = _array([address.num_bytes // bucket_bytes - 1 for address in keys])
 
     def find(self, keys: Tensor, hashed: Tensor, owner: Any) -> Tensor:
-        """As `_Listed.find`."""
+        """See `_SideBySide.find`."""
         first_buckets, masks = self._first_buckets.take(owner), self._masks.take(owner)
         return find_hashed(keys, hashed, self._keys, self._slots, first_buckets, masks)
 

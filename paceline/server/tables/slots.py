@@ -103,9 +103,9 @@ class ListedSlots(Slots):
 
 @final
 class HashedSlots(Slots):
-    """Open addressing with linear probing (Knuth, "The Art of Computer Programming", volume 3, section 6.4), by buckets:
-    a key lies in the first bucket with a free place from the one that its hash says. The place of one that is removed
-    is free again once the index is made anew.
+    """Open addressing with linear probing (Knuth, "The Art of Computer Programming", volume 3, section 6.4), by
+    buckets: a key lies in the first bucket with a free place from the one that its hash says. The place of one that is
+    removed is free again once the index is made anew.
 
     See `slots_for`.
     """

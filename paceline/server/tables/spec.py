@@ -13,7 +13,16 @@ from paceline.server.tables.row_optimizers import RowOptimizer, of_text
 
 _MOST_ROWS = 2**63
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+ROWS = "rows"
+"""The column of a table's rows, beside those of their optimizer's state."""
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, **_HALF}
+
+
+class Width(NamedTuple):
+    """What one column holds of a key."""
+
+    num: int
+    dtype: torch.dtype
 
 
 class RowGradients(NamedTuple):
@@ -95,6 +104,15 @@ class TableSpec:
     def sent(self) -> torch.dtype:
         """Of gradients on their way, which may be beyond float16's range."""
         return torch.bfloat16 if self.is_half else self.dtype
+
+    @property
+    def columns(self) -> dict[str, Width]:
+        """What is kept of each row: itself, and its optimizer's state."""
+        states = {
+            name: Width(self.dim if width == "element" else 1, self.computed)
+            for name, (width, _) in self.optimizer.state.items()
+        }
+        return {ROWS: Width(self.dim, self.dtype), **states}
 
     def empty_rows(self, num: int = 0, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for so many rows, shape (num, dim), of the table's own type if not another one is named."""

@@ -173,6 +173,7 @@ class ServerGroup(Store):
         self._carrier.abort(reason)
 
     def close(self) -> None:
+        self._tables.clear()
         self._client.close()
         self._carrier.close()
 

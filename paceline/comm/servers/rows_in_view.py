@@ -154,9 +154,7 @@ class RowsSeen:
     def read(self, table: int, keys: Tensor) -> Tensor | None:
         """A copy of the rows of these keys, none of which has changed meanwhile; none: the servers are to be asked,
         which change them all the time, or have new columns."""
-        rows, own = None, self._tables[table]
-        hashed = mixed(keys)
-        owner = owners_of(hashed, len(self._boards)).numpy()
+        own, (hashed, owner) = self._tables[table], self._owned(keys)
 
         def look() -> tuple[Tensor, Tensor]:
             slots = own.find(keys, hashed, owner)
@@ -170,14 +168,17 @@ class RowsSeen:
         self.num_read = sum(bool((owner == server).any()) for server in range(len(self._boards)))
         return rows
 
-    def found(self, table: int, keys: Tensor) -> Found | None:
-        """Where the rows are that were read last, for `update`; none: this worker may not update them, or they are of
-        other keys, or some are yet to be made."""
-        found = self._found.get(table)
-        is_known = found is not None and (found.keys is keys or torch.equal(found.keys, keys))
-        if not is_known or found is None or not self._tables[table].is_lent or self.is_outdated:
+    def find(self, table: int, keys: Tensor) -> Found | None:
+        """Where these rows are, for `update`; none: they are not this worker's to update, or some are yet to be made,
+        or as `read`."""
+        own, found = self._tables[table], self._found.get(table)
+        if not own.is_lent or self.is_outdated:
             return None
-        return found if not len(keys) or found.slots.numpy().min() >= 0 else None
+        if found is None or found.keys is not keys:  # else they were read last
+            hashed, owner = self._owned(keys)
+            slots = self._unchanged(lambda: own.find(keys, hashed, owner))
+            found = None if slots is None else Found(keys, owner, slots)
+        return None if found is None or (len(keys) and found.slots.numpy().min() < 0) else found
 
     def update(
         self, table: int, found: Found, values: Tensor, optimizer: RowOptimizer, servers: Sequence[int]
@@ -197,9 +198,14 @@ class RowsSeen:
             with board.lock:
                 if board.words[_COLUMNS] != self._num_columns[server]:
                     left.append(server)
-                elif len(places):
+                else:  # without a row of its own, too, since it counts updates
                     own.update(server, found.slots.index_select(0, places), gradients, optimizer, board)
         return left
+
+    def _owned(self, keys: Tensor) -> tuple[Tensor, Any]:
+        """Of each key, mixed, and its server."""
+        hashed = mixed(keys)
+        return hashed, owners_of(hashed, len(self._boards)).numpy()
 
     def _unchanged(self, look: Callable[[], T]) -> T | None:
         """What this gives while nothing changes; none, as `read`."""

@@ -154,7 +154,7 @@ class ServedTables(TableStore):
 
     def _own_update(self, table: int, gradients: RowGradients, lr: float | None) -> _Own | None:
         """What this worker is to do itself; none: it is for the servers, and so is a gradient that is not finite."""
-        spec, found = self._specs[table], None if self._seen is None else self._seen.found(table, gradients.keys)
+        spec, found = self._specs[table], None if self._seen is None else self._seen.find(table, gradients.keys)
         if found is None or spec.nonfinite(gradients) is not None:
             return None
         return _Own(found, gradients.values.to(spec.sent).to(spec.computed), with_lr(spec.optimizer, lr))

@@ -89,6 +89,24 @@ def test_rows_are_those_of_the_servers(batches: list[tuple[set[int], int]], num_
             assert torch.equal(servers.read(number, some), twins[number].read(some))
 
 
+@settings(max_examples=15, deadline=None)
+@given(batches=st.lists(st.sets(st.integers(0, 99), max_size=30), max_size=8), num_rows=st.sampled_from([100, 2**63]))
+def test_rows_that_go_are_seen_no_more(batches: list[set[int]], num_rows: int) -> None:
+    """Nor where others have come in their places."""
+    spec = TableSpec("users", num_rows, DIM, of_text("sgd:lr=1"), seed=4, max_rows=20)
+    storage, twin, keys = RowsInView(), Table(spec), torch.arange(100)
+    table = Table(spec, storage)
+    seen = RowsSeen([spec], [{**storage.plain_view(), "tables": [table.plain_view()]}])
+    for seed, some in enumerate(batches):
+        for each in (table, twin):
+            each.update(gradients_of(some, 0, seed))
+        if seen.is_outdated:
+            seen = RowsSeen([spec], [{**storage.plain_view(), "tables": [table.plain_view()]}])
+        rows = seen.read(0, keys)
+        assert rows is not None
+        assert torch.equal(rows, twin.read(keys))
+
+
 def test_rows_that_are_loaded_are_seen() -> None:
     servers, twin = Servers(2), Table(SPECS[0])
     servers.update(0, gradients_of({1, 2, 3}, 0, 0))

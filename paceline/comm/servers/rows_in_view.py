@@ -8,6 +8,7 @@ of an update that it may leave.
 """
 
 import contextlib
+import itertools
 import os
 import time
 import weakref
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple, TypeVar, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from paceline.comm.shared_memory import futex, mutex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.shared_memory.side_by_side import side_by_side
 from paceline.server.tables import stepping
-from paceline.server.tables.hashing import mixed, owners_of
+from paceline.server.tables.hashing import mixed, owners, owners_of
 from paceline.server.tables.reading import rows_of
 from paceline.server.tables.row_optimizers import RowOptimizer
 from paceline.server.tables.slots import BUCKET_KEYS, are_few, find_hashed, find_listed
@@ -115,13 +117,11 @@ class _Shared(Column):
 
 
 class Found(NamedTuple):
-    """Where a table's rows are."""
+    """Where a table's rows are, all of which are made."""
 
     keys: Tensor
-    owner: Any
-    """Of each key, its server."""
-    slots: Tensor
-    """There; below 0 where it has no row yet."""
+    parts: list[tuple[Tensor, Tensor]]
+    """Of each server, where among the keys its own are, and their slots there."""
 
 
 @final
@@ -144,7 +144,7 @@ class RowsSeen:
         self._tables = [
             _SideBySide(spec, [each["tables"][number] for each in shown]) for number, spec in enumerate(specs)
         ]
-        self._found: dict[int, Found] = {}  # by table, the rows that were read last
+        self._last: dict[int, tuple[Tensor, Any]] = {}  # by table, the keys that were read last, and their places
 
     @property
     def is_outdated(self) -> bool:
@@ -154,31 +154,24 @@ class RowsSeen:
     def read(self, table: int, keys: Tensor) -> Tensor | None:
         """A copy of the rows of these keys, none of which has changed meanwhile; none: the servers are to be asked,
         which change them all the time, or have new columns."""
-        own, (hashed, owner) = self._tables[table], self._owned(keys)
-
-        def look() -> tuple[Tensor, Tensor]:
-            slots = own.find(keys, hashed, owner)
-            return slots, own.rows(keys, slots, owner)
-
-        looked = self._unchanged(look)
+        own = self._tables[table]
+        looked = self._unchanged(lambda: own.read(keys))
         if looked is None:
             return None
-        slots, rows = looked
-        self._found[table] = Found(keys, owner, slots)
-        self.num_read = sum(bool((owner == server).any()) for server in range(len(self._boards)))
+        places, rows = looked
+        self._last[table] = keys, places
+        self.num_read = own.num_asked(keys, places)
         return rows
 
     def find(self, table: int, keys: Tensor) -> Found | None:
         """Where these rows are, for `update`; none: they are not this worker's to update, or some are yet to be made,
         or as `read`."""
-        own, found = self._tables[table], self._found.get(table)
+        own, (known, places) = self._tables[table], self._last.get(table, (None, None))
         if not own.is_lent or self.is_outdated:
             return None
-        if found is None or found.keys is not keys:  # else they were read last
-            hashed, owner = self._owned(keys)
-            slots = self._unchanged(lambda: own.find(keys, hashed, owner))
-            found = None if slots is None else Found(keys, owner, slots)
-        return None if found is None or (len(keys) and found.slots.numpy().min() < 0) else found
+        if known is not keys:
+            places = self._unchanged(lambda: own.places(keys))
+        return None if places is None or (len(places) and places.min() < 0) else Found(keys, own.parts(places))
 
     def update(
         self, table: int, found: Found, values: Tensor, optimizer: RowOptimizer, servers: Sequence[int]
@@ -192,20 +185,14 @@ class RowsSeen:
         """
         own, left = self._tables[table], []
         for server in servers:
-            board = self._boards[server]
-            places = torch.from_numpy((found.owner == server).nonzero()[0])
+            board, (places, slots) = self._boards[server], found.parts[server]
             gradients = RowGradients(found.keys.index_select(0, places), values.index_select(0, places))
             with board.lock:
                 if board.words[_COLUMNS] != self._num_columns[server]:
                     left.append(server)
                 else:  # without a row of its own, too, since it counts updates
-                    own.update(server, found.slots.index_select(0, places), gradients, optimizer, board)
+                    own.update(server, slots, gradients, optimizer, board)
         return left
-
-    def _owned(self, keys: Tensor) -> tuple[Tensor, Any]:
-        """Of each key, mixed, and its server."""
-        hashed = mixed(keys)
-        return hashed, owners_of(hashed, len(self._boards)).numpy()
 
     def _unchanged(self, look: Callable[[], T]) -> T | None:
         """What this gives while nothing changes; none, as `read`."""
@@ -239,8 +226,11 @@ class _SideBySide:
         self.is_lent = all(each["is_lent"] for each in shown)
         index = [[BlockAddress(*address) for address in each["index"]] for each in shown]
         self._index = (_Listed if are_few(spec.num_rows) else _Hashed)(*zip(*index, strict=True))
-        self._rows, first_rows = self._side_by_side(ROWS, shown)
-        self._first_rows = _array(first_rows)
+        self._rows, self._first_rows = self._side_by_side(ROWS, shown)
+        self._starts = _array(self._first_rows)
+        stays = are_few(spec.num_rows) and not spec.evicts
+        # By key, the place of its row and 1 more, where it stays; 0: look it up.
+        self._known = torch.zeros(spec.num_rows, dtype=torch.int32) if stays else None
         self._columns: list[dict[str, Tensor]] = []  # by server, if this worker may update rows
         self._num_updates: list[Tensor] = []
         if self.is_lent:
@@ -253,17 +243,49 @@ class _SideBySide:
                 SharedBlock.open(BlockAddress(*each["num_updates"])).tensor.view(torch.int64) for each in shown
             ]
 
-    def find(self, keys: Tensor, hashed: Tensor, owner: Any) -> Tensor:
-        """The slot of each key on its server, as `Slots.find`.
+    def read(self, keys: Tensor) -> tuple[Any, Tensor]:
+        """See `places`, and a copy of the rows there."""
+        places = self.places(keys)
+        return places, rows_of(self._spec, self._rows, keys, places, seed=self._seed)
 
-        Args:
-            hashed: the keys, mixed.
-        """
-        return self._index.find(keys, hashed, owner)
+    def places(self, keys: Tensor) -> Any:
+        """Of each key, where its row is among those of all servers; below 0 where it has none."""
+        if self._known is None:
+            return self._look_up(keys)
+        places = find_listed(keys, self._known).numpy()
+        if len(places) and places.min() < 0:
+            (new,) = (places < 0).nonzero()
+            places[new] = self._look_up(keys[new])
+            self._known[keys[new]] = torch.from_numpy(places[new] + 1).int()
+        return places
 
-    def rows(self, keys: Tensor, slots: Tensor, owner: Any) -> Tensor:
-        """A copy of the rows in these slots of their servers."""
-        return rows_of(self._spec, self._rows, keys, slots, seed=self._seed, begin=self._first_rows.take(owner))
+    def _look_up(self, keys: Tensor) -> Any:
+        """As `places`, in the servers' indices."""
+        hashed = mixed(keys)
+        owner = owners_of(hashed, len(self._first_rows)).numpy()
+        slots = self._index.find(keys, hashed, owner).numpy()
+        return np.where(slots < 0, slots, slots + self._starts.take(owner))
+
+    def parts(self, places: Any) -> list[tuple[Tensor, Tensor]]:
+        """See `Found.parts`, of rows in these places."""
+        found = []
+        for start, is_own in zip(self._first_rows, self._own(places), strict=True):
+            (own,) = is_own.nonzero()
+            found.append((torch.from_numpy(own), torch.from_numpy(places[own] - start)))
+        return found
+
+    def num_asked(self, keys: Tensor, places: Any) -> int:
+        """How many servers have these rows, or would make them."""
+        has = [bool(is_own.any()) for is_own in self._own(places)]
+        if len(places) and places.min() < 0:
+            for server in owners(keys[torch.from_numpy(places < 0)], len(has)).unique().tolist():
+                has[server] = True
+        return sum(has)
+
+    def _own(self, places: Any) -> Iterator[Any]:
+        """Of each server, which of these places are its own."""
+        for start, stop in itertools.pairwise([*self._first_rows, len(self._rows)]):
+            yield (places >= start) & (places < stop)
 
     def update(
         self, server: int, slots: Tensor, gradients: RowGradients, optimizer: RowOptimizer, board: _Board
@@ -295,7 +317,11 @@ class _Listed:
         self._places, self._first_places = of_places.view(torch.int32), _array(first_places)
 
     def find(self, keys: Tensor, hashed: Tensor, owner: Any) -> Tensor:
-        """See `_SideBySide.find`."""
+        """The slot of each key on its server, as `Slots.find`.
+
+        Args:
+            hashed: the keys, mixed.
+        """
         return find_listed(keys, self._places, self._first_places.take(owner))
 
 
@@ -312,7 +338,7 @@ class _Hashed:
         self._masks = _array([address.num_bytes // bucket_bytes - 1 for address in keys])
 
     def find(self, keys: Tensor, hashed: Tensor, owner: Any) -> Tensor:
-        """See `_SideBySide.find`."""
+        """As `_Listed.find`."""
         first_buckets, masks = self._first_buckets.take(owner), self._masks.take(owner)
         return find_hashed(keys, hashed, self._keys, self._slots, first_buckets, masks)
 

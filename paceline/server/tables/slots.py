@@ -181,13 +181,14 @@ class HashedSlots(Slots):
         return (buckets + 1) & (self._num_buckets - 1)
 
 
-def find_listed(keys: Tensor, places: Tensor, begin: Any = 0) -> Tensor:
+def find_listed(keys: Tensor, places: Tensor, begin: Any = None) -> Tensor:
     """As `ListedSlots.find`, in its column, or in several side by side.
 
     Args:
         begin: of each key, the place of key 0 in the column that it is in.
     """
-    found = places.numpy().reshape(-1).take(keys.numpy() + begin).astype("i8")
+    wanted = keys.numpy()
+    found = places.numpy().reshape(-1).take(wanted if begin is None else wanted + begin).astype("i8")
     found -= 1
     return torch.from_numpy(found)
 

@@ -75,7 +75,7 @@ class Table:
         keys = self.spec.checked(keys)
         if len(keys) > self._piece:
             return torch.cat([self.read(some) for some in keys.split(self._piece)])
-        rows = rows_of(self.spec, self._rows.memory(ROWS), keys, self._rows.find(keys), seed=self._seed)
+        rows = rows_of(self.spec, self._rows.memory(ROWS), keys, self._rows.find(keys).numpy(), seed=self._seed)
         self._storage.trim()
         return rows
 

@@ -23,12 +23,13 @@ from torch import Tensor
 from paceline.comm.base import TableStore
 from paceline.comm.servers.group import ServerGroup
 from paceline.comm.servers.rows_in_view import RowsInView, RowsSeen
+from paceline.comm.servers.tables import ServedTables
 from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.messages import Kind, Message, WireError
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
 from paceline.server.server_core import ServerCore
-from paceline.server.spec import OptimizerSpec, Push
+from paceline.server.spec import OptimizerSpec, Push, Reply
 from paceline.server.tables.hashing import owners
 from paceline.server.tables.row_optimizers import of_text
 from paceline.server.tables.spec import RowGradients, TableSpec
@@ -320,6 +321,21 @@ def test_a_push_that_is_no_update_leaves_rows_alone() -> None:
             group.exchange(PUSH._replace(void=is_void))
         before = Table(spec_of("sgd:lr=1")).read(keys)
         torch.testing.assert_close(read(tables, keys), before - 2)
+
+
+def test_rows_of_a_server_that_did_not_take_the_push_stay() -> None:
+    """As where that has made all updates of the run."""
+    keys = torch.arange(NUM_KEYS)
+    with group_of_one(StaleSynchronous(ALONE)) as group:
+        tables = group.open_tables([spec_of("sgd:lr=1")])
+        tables.push([RowGradients(keys, torch.ones(NUM_KEYS, DIM))], weight=1.0)
+        group.exchange(PUSH)
+        before = read(tables, keys)
+        tables.push([RowGradients(keys, torch.ones(NUM_KEYS, DIM))], weight=1.0)
+        assert isinstance(tables, ServedTables)
+        tables.settle(Reply(iteration=2, staleness=(0, -1), stop=False, admitted=True))
+        is_taken = owners(keys, SERVERS) == 0
+        torch.testing.assert_close(read(tables, keys), before - is_taken[:, None].float())
 
 
 def test_a_gradient_that_is_not_finite_is_for_the_servers_to_refuse() -> None:

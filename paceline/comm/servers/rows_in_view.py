@@ -12,6 +12,7 @@ import itertools
 import os
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple, TypeVar, final
@@ -120,8 +121,10 @@ class Found(NamedTuple):
     """Where a table's rows are, all of which are made."""
 
     keys: Tensor
-    parts: list[tuple[Tensor, Tensor]]
-    """Of each server, where among the keys its own are, and their slots there."""
+    places: Any
+    """Of each key, in one view of the servers."""
+    first_rows: Sequence[int]
+    """In this view, where each server's begin."""
 
 
 @final
@@ -171,28 +174,24 @@ class RowsSeen:
             return None
         if known is not keys:
             places = self._unchanged(lambda: own.places(keys))
-        return None if places is None or (len(places) and places.min() < 0) else Found(keys, own.parts(places))
+        return None if places is None or (len(places) and places.min() < 0) else own.found(keys, places)
 
-    def update(
-        self, table: int, found: Found, values: Tensor, optimizer: RowOptimizer, servers: Sequence[int]
-    ) -> list[int]:
-        """Make an update of those of these rows that the servers have; returns which servers have new columns, whose
-        rows stay as they are.
+    def update(self, table: int, found: Found, values: Tensor, optimizer: RowOptimizer, servers: Sequence[int]) -> bool:
+        """Make an update of those of these rows that the servers have; false, and nothing done, where one has new
+        columns.
 
         Args:
-            found: of this or another view of the servers.
+            found: of this or an earlier view of the servers.
             values: of the rows' gradients.
+            servers: in their order, in which everybody takes their locks.
         """
-        own, left = self._tables[table], []
-        for server in servers:
-            board, (places, slots) = self._boards[server], found.parts[server]
-            gradients = RowGradients(found.keys.index_select(0, places), values.index_select(0, places))
-            with board.lock:
-                if board.words[_COLUMNS] != self._num_columns[server]:
-                    left.append(server)
-                else:  # without a row of its own, too, since it counts updates
-                    own.update(server, slots, gradients, optimizer, board)
-        return left
+        with contextlib.ExitStack() as locks:
+            for server in servers:
+                locks.enter_context(self._boards[server].lock)
+            if any(self._boards[server].words[_COLUMNS] != self._num_columns[server] for server in servers):
+                return False
+            self._tables[table].update(found, values, optimizer, {server: self._boards[server] for server in servers})
+        return True
 
     def _unchanged(self, look: Callable[[], T]) -> T | None:
         """What this gives while nothing changes; none, as `read`."""
@@ -226,22 +225,19 @@ class _SideBySide:
         self.is_lent = all(each["is_lent"] for each in shown)
         index = [[BlockAddress(*address) for address in each["index"]] for each in shown]
         self._index = (_Listed if are_few(spec.num_rows) else _Hashed)(*zip(*index, strict=True))
-        self._rows, self._first_rows = self._side_by_side(ROWS, shown)
+        names = shown[0]["columns"] if self.is_lent else (ROWS,)
+        # Columns have grown together, so that a row's entry has the same place in each.
+        columns = {name: self._side_by_side(name, shown) for name in names}
+        self._columns = {name: column for name, (column, _) in columns.items()}
+        self._rows, self._first_rows = columns[ROWS]
         self._starts = _array(self._first_rows)
+        self._num_updates = [
+            SharedBlock.open(BlockAddress(*each["num_updates"])).tensor.view(torch.int64)
+            for each in (shown if self.is_lent else ())
+        ]
         stays = are_few(spec.num_rows) and not spec.evicts
         # By key, the place of its row and 1 more, where it stays; 0: look it up.
         self._known = torch.zeros(spec.num_rows, dtype=torch.int32) if stays else None
-        self._columns: list[dict[str, Tensor]] = []  # by server, if this worker may update rows
-        self._num_updates: list[Tensor] = []
-        if self.is_lent:
-            columns = {name: self._side_by_side(name, shown) for name in shown[0]["columns"]}
-            self._columns = [
-                {name: entries[firsts[server] :] for name, (entries, firsts) in columns.items()}
-                for server in range(len(shown))
-            ]
-            self._num_updates = [
-                SharedBlock.open(BlockAddress(*each["num_updates"])).tensor.view(torch.int64) for each in shown
-            ]
 
     def read(self, keys: Tensor) -> tuple[Any, Tensor]:
         """See `places`, and a copy of the rows there."""
@@ -266,13 +262,8 @@ class _SideBySide:
         slots = self._index.find(keys, hashed, owner).numpy()
         return np.where(slots < 0, slots, slots + self._starts.take(owner))
 
-    def parts(self, places: Any) -> list[tuple[Tensor, Tensor]]:
-        """See `Found.parts`, of rows in these places."""
-        found = []
-        for start, is_own in zip(self._first_rows, self._own(places), strict=True):
-            (own,) = is_own.nonzero()
-            found.append((torch.from_numpy(own), torch.from_numpy(places[own] - start)))
-        return found
+    def found(self, keys: Tensor, places: Any) -> Found:
+        return Found(keys, places, self._first_rows)
 
     def num_asked(self, keys: Tensor, places: Any) -> int:
         """How many servers have these rows, or would make them."""
@@ -287,16 +278,26 @@ class _SideBySide:
         for start, stop in itertools.pairwise([*self._first_rows, len(self._rows)]):
             yield (places >= start) & (places < stop)
 
-    def update(
-        self, server: int, slots: Tensor, gradients: RowGradients, optimizer: RowOptimizer, board: _Board
-    ) -> None:
-        """As `Table.update`, of rows that the server has in these slots. Its lock must be held."""
-        columns, num_updates = self._columns[server], self._num_updates[server]
-        num_updates += 1
-        entries = stepping.copies(columns, slots)
-        stepping.step(self._spec, optimizer, entries, gradients, seed=self._seed, number=int(num_updates))
-        with board.changing():
-            stepping.put(columns, slots, entries)
+    def update(self, found: Found, values: Tensor, optimizer: RowOptimizer, boards: Mapping[int, _Board]) -> None:
+        """As `Table.update` of each of these servers, whose locks must be held."""
+        shift = self._starts - _array(found.first_rows)
+        by_number = defaultdict(list)
+        for server in boards:  # those of whose rows there are none, too
+            self._num_updates[server] += 1
+            by_number[int(self._num_updates[server])].append(server)
+        for number, servers in by_number.items():
+            keys, places, some = found.keys, found.places, values
+            if len(servers) < len(shift) or shift.any():
+                owner = _array(found.first_rows).searchsorted(places, side="right") - 1
+                (own,) = np.isin(owner, servers).nonzero()
+                keys, places, some = keys[own], (places + shift.take(owner))[own], some[own]
+            slots, gradients = torch.from_numpy(places), RowGradients(keys, some)
+            entries = stepping.copies(self._columns, slots)
+            stepping.step(self._spec, optimizer, entries, gradients, seed=self._seed, number=number)
+            with contextlib.ExitStack() as changes:
+                for server in servers:
+                    changes.enter_context(boards[server].changing())
+                stepping.put(self._columns, slots, entries)
 
     def _side_by_side(self, name: str, shown: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[int]]:
         """A column of all servers, and the entry that each one's begins with."""

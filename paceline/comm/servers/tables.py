@@ -169,14 +169,14 @@ class ServedTables(TableStore):
         began_s, (own, self._own) = time.perf_counter(), (self._own, {})
         servers = [server for server, staleness in enumerate(reply.staleness) if staleness >= 0]
         for table, (found, values, optimizer) in own.items():
-            left: Sequence[int] = servers
-            while left:
+            is_made = not servers
+            while not is_made:
                 if self._seen is None or self._seen.is_outdated:
                     self._map()
                 if not self._sees_rows:
                     raise PeerLost(f"rows of table {self._specs[table].name!r} can be updated no longer")
                 if self._seen is not None:
-                    left = self._seen.update(table, found, values, optimizer, left)
+                    is_made = self._seen.update(table, found, values, optimizer, servers)
             num_bytes = found.keys.nbytes + values.numel() * self._specs[table].sent.itemsize
             self._timing.moved_bytes += num_bytes  # as messages would have
         if own:

@@ -1,6 +1,5 @@
 """Blocks of several processes in one range of addresses, so that one tensor has them all."""
 
-import math
 import mmap
 from collections.abc import Sequence
 
@@ -24,7 +23,7 @@ def side_by_side(
         PeerLost: as `open_block`.
         OSError: this process may have no more memory.
     """
-    step = math.lcm(unit_bytes, mmap.PAGESIZE)
+    step = unit_bytes * mmap.PAGESIZE  # so that blocks of as many units of other sizes begin at the same ones
     starts, num_bytes = [], 0
     for address in addresses:
         starts.append(num_bytes)

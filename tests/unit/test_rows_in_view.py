@@ -74,7 +74,7 @@ def gradients_of(keys: set[int], number: int, seed: int) -> RowGradients:
 @settings(max_examples=25, deadline=None)
 @given(
     batches=st.lists(st.tuples(st.sets(KEYS, max_size=200), st.integers(0, 1)), max_size=6),
-    num_servers=st.integers(1, 3),
+    num_servers=st.integers(1, 4),
 )
 def test_rows_are_those_of_the_servers(batches: list[tuple[set[int], int]], num_servers: int) -> None:
     """Also while tables grow, and of rows that were never updated."""
@@ -85,8 +85,9 @@ def test_rows_are_those_of_the_servers(batches: list[tuple[set[int], int]], num_
         found = gradients_of(keys, number, seed)
         servers.update(number, found)
         twins[number].update(found)
-        for some in (known, found.keys, found.keys.flip(0)):
+        for some in (known, found.keys, found.keys.flip(0), found.keys[:2]):
             assert torch.equal(servers.read(number, some), twins[number].read(some))
+            assert servers.seen.num_read == len(owners(some, num_servers).unique())
 
 
 @settings(max_examples=15, deadline=None)

@@ -174,7 +174,7 @@ class RowsSeen:
             return None
         if known is not keys:
             places = self._unchanged(lambda: own.places(keys))
-        return None if places is None or (len(places) and places.min() < 0) else own.found(keys, places)
+        return None if places is None or (len(places) and places.min() < 0) else Found(keys, places, own.first_rows)
 
     def update(self, table: int, found: Found, values: Tensor, optimizer: RowOptimizer, servers: Sequence[int]) -> bool:
         """Make an update of those of these rows that the servers have; false, and nothing done, where one has new
@@ -229,8 +229,8 @@ class _SideBySide:
         # Columns have grown together, so that a row's entry has the same place in each.
         columns = {name: self._side_by_side(name, shown) for name in names}
         self._columns = {name: column for name, (column, _) in columns.items()}
-        self._rows, self._first_rows = columns[ROWS]
-        self._starts = _array(self._first_rows)
+        self._rows, self.first_rows = columns[ROWS]
+        self._starts = _array(self.first_rows)
         self._num_updates = [
             SharedBlock.open(BlockAddress(*each["num_updates"])).tensor.view(torch.int64)
             for each in (shown if self.is_lent else ())
@@ -258,25 +258,19 @@ class _SideBySide:
     def _look_up(self, keys: Tensor) -> Any:
         """As `places`, in the servers' indices."""
         hashed = mixed(keys)
-        owner = owners_of(hashed, len(self._first_rows)).numpy()
+        owner = owners_of(hashed, len(self.first_rows)).numpy()
         slots = self._index.find(keys, hashed, owner).numpy()
         return np.where(slots < 0, slots, slots + self._starts.take(owner))
 
-    def found(self, keys: Tensor, places: Any) -> Found:
-        return Found(keys, places, self._first_rows)
-
     def num_asked(self, keys: Tensor, places: Any) -> int:
         """How many servers have these rows, or would make them."""
-        has = [bool(is_own.any()) for is_own in self._own(places)]
-        if len(places) and places.min() < 0:
-            for server in owners(keys[torch.from_numpy(places < 0)], len(has)).unique().tolist():
-                has[server] = True
-        return sum(has)
-
-    def _own(self, places: Any) -> Iterator[Any]:
-        """Of each server, which of these places are its own."""
-        for start, stop in itertools.pairwise([*self._first_rows, len(self._rows)]):
-            yield (places >= start) & (places < stop)
+        if not len(places):
+            return 0
+        if places.min() < 0:
+            return len(owners(keys, len(self.first_rows)).unique())
+        first, last = self._starts.searchsorted([places.min(), places.max()], side="right") - 1
+        between = itertools.pairwise(self.first_rows[first + 1 : last + 1])
+        return 1 + int(last > first) + sum(bool(((places >= start) & (places < stop)).any()) for start, stop in between)
 
     def update(self, found: Found, values: Tensor, optimizer: RowOptimizer, boards: Mapping[int, _Board]) -> None:
         """As `Table.update` of each of these servers, whose locks must be held."""

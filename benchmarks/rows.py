@@ -175,7 +175,7 @@ def in_processes(target: Callable[..., None], count: int, steps: int) -> Rates:
         processes = [context.Process(target=target, args=(rank, steps, meeting, results)) for rank in range(count)]
         for process in processes:
             process.start()
-        rates = summed([results.get(timeout=120) for _ in range(WORKERS)])
+        rates = summed([results.get(timeout=600) for _ in range(WORKERS)])
         for process in processes:
             process.join()
     return rates

@@ -158,6 +158,7 @@ class ServerCore:
         self._some_read_for_themselves = memory is not None
         self._is_timed = self.parts[-1].shard.rule.is_timed
         self._tables.files = spec.table_files
+        self._tables.may_lend = spec.rule.is_free and not spec.outlives_workers
         self._spec = spec
 
     def attach(

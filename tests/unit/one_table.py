@@ -21,6 +21,8 @@ from paceline.server.tables.spec import RowGradients, TableSpec
 
 NUM_ROWS, DIM = 12, 3
 KEYS = st.integers(0, 2**63 - 1)
+SIZES = st.sampled_from([NUM_ROWS, 2**60])
+"""Rows of a table that has its keys listed, and of one that has them hashed."""
 BATCHES = st.lists(st.lists(st.integers(0, NUM_ROWS - 1), max_size=8), min_size=1, max_size=6)
 
 

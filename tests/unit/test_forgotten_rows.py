@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.server.tables.slots import Slots
+from paceline.server.tables.slots import HashedSlots, slots_for
 from paceline.server.tables.spec import TableSpec
-from paceline.server.tables.storage import InFiles, TableFiles
+from paceline.server.tables.storage import InFiles, InMemory, TableFiles
 from paceline.server.tables.table import Table
-from tests.unit.one_table import BATCHES, KEYS, NUM_ROWS, Net, gradients_of, spec_of
+from tests.unit.one_table import BATCHES, KEYS, NUM_ROWS, SIZES, Net, gradients_of, spec_of
 
 ALL = torch.arange(NUM_ROWS)
 
@@ -74,14 +74,21 @@ LONG = st.lists(st.lists(st.integers(0, NUM_ROWS - 1), max_size=6), min_size=1, 
 
 
 @settings(max_examples=25, deadline=None)
-@given(batches=LONG, limits=LIMITS, max_rows=st.none() | st.integers(1, 9), servers=st.integers(1, 3), after=st.data())
+@given(
+    batches=LONG,
+    limits=LIMITS,
+    max_rows=st.none() | st.integers(1, 9),
+    num_rows=SIZES,
+    servers=st.integers(1, 3),
+    after=st.data(),
+)
 def test_rows_are_those_of_the_rule(
-    batches: list[list[int]], limits: dict[str, Any], max_rows: int | None, servers: int, after: Any
+    batches: list[list[int]], limits: dict[str, Any], max_rows: int | None, num_rows: int, servers: int, after: Any
 ) -> None:
     """Also where the state goes to other servers in between: as a message, or as files of two rows."""
     if max_rows is not None:
         servers, limits = 1, {**limits, "max_rows": max_rows}
-    spec = spec_of("sgd:lr=0.1", **limits)
+    spec = spec_of("sgd:lr=0.1", num_rows=num_rows, **limits)
     twin, net = Twin(spec), Net(spec, num_servers=servers)
     moves_at = after.draw(st.integers(0, len(batches)))
     before: dict[str, int] = {}
@@ -127,10 +134,11 @@ def test_rows_in_files_go_too(batches: list[list[int]]) -> None:
 @given(
     added=st.sets(st.one_of(KEYS, st.integers(0, 3000)), min_size=1, max_size=300),
     removed=st.lists(st.integers(0, 299), max_size=200),
+    num_keys=st.sampled_from([3001, 2**63]),
 )
-def test_slots_have_no_gap_where_keys_went(added: set[int], removed: list[int]) -> None:
+def test_slots_have_no_gap_where_keys_went(added: set[int], removed: list[int], num_keys: int) -> None:
     """The last ones are moved there, and the index finds them and those that come again."""
-    slots, keys = Slots(), torch.tensor(sorted(added))
+    slots, keys = slots_for(num_keys), torch.tensor(sorted({key % num_keys for key in added}))
     slots.add(keys)
     gone = torch.tensor(sorted({place for place in removed if place < len(keys)}), dtype=torch.int64)
     left = len(keys) - len(gone)
@@ -146,7 +154,7 @@ def test_slots_have_no_gap_where_keys_went(added: set[int], removed: list[int]) 
 
 
 def test_an_index_is_made_anew_seldom_while_keys_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots, made = Slots(), list[int]()
+    slots, made = HashedSlots(InMemory()), list[int]()
     make = slots._make_places
     monkeypatch.setattr(slots, "_make_places", lambda num: (made.append(num), make(num)))
     keys = torch.arange(20_000)

@@ -74,7 +74,7 @@ def gradients_of(keys: set[int], number: int, seed: int) -> RowGradients:
 @settings(max_examples=25, deadline=None)
 @given(
     batches=st.lists(st.tuples(st.sets(KEYS, max_size=200), st.integers(0, 1)), max_size=6),
-    num_servers=st.integers(1, 3),
+    num_servers=st.integers(1, 4),
 )
 def test_rows_are_those_of_the_servers(batches: list[tuple[set[int], int]], num_servers: int) -> None:
     """Also while tables grow, and of rows that were never updated."""
@@ -85,8 +85,27 @@ def test_rows_are_those_of_the_servers(batches: list[tuple[set[int], int]], num_
         found = gradients_of(keys, number, seed)
         servers.update(number, found)
         twins[number].update(found)
-        for some in (known, found.keys, found.keys.flip(0)):
+        for some in (known, found.keys, found.keys.flip(0), found.keys[:2]):
             assert torch.equal(servers.read(number, some), twins[number].read(some))
+            assert servers.seen.num_read == len(owners(some, num_servers).unique())
+
+
+@settings(max_examples=15, deadline=None)
+@given(batches=st.lists(st.sets(st.integers(0, 99), max_size=30), max_size=8), num_rows=st.sampled_from([100, 2**63]))
+def test_rows_that_go_are_seen_no_more(batches: list[set[int]], num_rows: int) -> None:
+    """Nor where others have come in their places."""
+    spec = TableSpec("users", num_rows, DIM, of_text("sgd:lr=1"), seed=4, max_rows=20)
+    storage, twin, keys = RowsInView(), Table(spec), torch.arange(100)
+    table = Table(spec, storage)
+    seen = RowsSeen([spec], [{**storage.plain_view(), "tables": [table.plain_view()]}])
+    for seed, some in enumerate(batches):
+        for each in (table, twin):
+            each.update(gradients_of(some, 0, seed))
+        if seen.is_outdated:
+            seen = RowsSeen([spec], [{**storage.plain_view(), "tables": [table.plain_view()]}])
+        rows = seen.read(0, keys)
+        assert rows is not None
+        assert torch.equal(rows, twin.read(keys))
 
 
 def test_rows_that_are_loaded_are_seen() -> None:
@@ -152,7 +171,8 @@ def test_too_few_files_are_named() -> None:
 
 def test_who_reads_rows_cannot_write_them() -> None:
     servers = Servers(1)
-    nonces = [address[3] for address in servers.tables[0][0].plain_view()["columns"]]
+    view = servers.tables[0][0].plain_view()
+    nonces = [address[3] for address in [*view["index"], *view["columns"].values()]]
     for nonce in nonces:
         lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"paceline-{nonce:016x}" in line]
         assert sorted(line.split()[1] for line in lines) == ["r--s", "rw-s"]  # the worker's, and the server's

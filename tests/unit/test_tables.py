@@ -20,11 +20,11 @@ from paceline.messages import Kind, Message, WireError
 from paceline.server.tables.dividing import divided, joined
 from paceline.server.tables.hashing import mixed, normal, owners
 from paceline.server.tables.shards import TableShards
-from paceline.server.tables.slots import Slots
+from paceline.server.tables.slots import HashedSlots, slots_for
 from paceline.server.tables.spec import RowGradients, TableSpec
 from paceline.server.tables.storage import Column, InFiles, InMemory, TableFiles
 from paceline.server.tables.table import Table
-from tests.unit.one_table import BATCHES, DIM, KEYS, NUM_ROWS, Net, gradients_of, spec_of
+from tests.unit.one_table import BATCHES, DIM, KEYS, NUM_ROWS, SIZES, Net, gradients_of, spec_of
 
 # --- hashing -------------------------------------------------------------------------------------------------------
 
@@ -70,9 +70,14 @@ def test_rows_take_memory_from_their_first_update_on() -> None:
 
 
 @settings(max_examples=10, deadline=None)
-@given(batches=BATCHES, before=st.integers(1, 4), after=st.integers(1, 4))
-def test_a_state_goes_to_any_number_of_servers(batches: list[list[int]], before: int, after: int) -> None:
-    net, other = (Net(spec_of("adam:lr=0.1", seed=seed), num_servers=num) for seed, num in ((4, before), (5, after)))
+@given(batches=BATCHES, before=st.integers(1, 4), after=st.integers(1, 4), num_rows=SIZES)
+def test_a_state_goes_to_any_number_of_servers(
+    batches: list[list[int]], before: int, after: int, num_rows: int
+) -> None:
+    net, other = (
+        Net(spec_of("adam:lr=0.1", seed=seed, num_rows=num_rows), num_servers=num)
+        for seed, num in ((4, before), (5, after))
+    )
     for number, keys in enumerate(batches):
         net.update({0: (1.0, gradients_of(keys, number))})
     other.load(net.state())
@@ -241,11 +246,14 @@ def test_an_update_that_cannot_be_is_refused(keys: list[int], values: Tensor, er
 
 
 @settings(max_examples=20, deadline=None)
-@given(batches=st.lists(st.sets(st.one_of(KEYS, st.integers(0, 3000)), max_size=300), max_size=6))
-def test_keys_have_the_slots_of_their_order(batches: list[set[int]]) -> None:
-    slots, known = Slots(), dict[int, int]()
+@given(
+    batches=st.lists(st.sets(st.one_of(KEYS, st.integers(0, 3000)), max_size=300), max_size=6),
+    num_keys=st.sampled_from([3001, 2**63]),
+)
+def test_keys_have_the_slots_of_their_order(batches: list[set[int]], num_keys: int) -> None:
+    slots, known = slots_for(num_keys), dict[int, int]()
     for batch in batches:
-        keys = torch.tensor(sorted(batch), dtype=torch.int64)
+        keys = torch.tensor(sorted(key for key in batch if key < num_keys), dtype=torch.int64)
         assert slots.find(keys).tolist() == [known.get(key, -1) for key in keys.tolist()]
         new = [key for key in keys.tolist() if key not in known]
         known |= {key: slot for slot, key in enumerate(new, len(known))}
@@ -275,7 +283,7 @@ def test_rows_are_read_by_the_keys_that_were_checked(monkeypatch: pytest.MonkeyP
 
 def test_an_index_that_finds_no_room_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = InMemory()
-    slots, made, num_made = Slots(storage), storage.column, [0]
+    slots, made, num_made = HashedSlots(storage), storage.column, [0]
     keys = torch.arange(200)
     slots.add(keys[:100])
 
@@ -304,8 +312,8 @@ def test_columns_in_memory_take_what_a_load_needs() -> None:
 def test_full_buckets_go_on_in_the_next_ones() -> None:
     """Also behind the last bucket, where the first one follows."""
     keys = torch.arange(200_000)
-    last = keys[mixed(keys) & 63 == 63][:20]  # Slots begins with 64 buckets
-    slots = Slots()
+    last = keys[mixed(keys) & 63 == 63][:20]  # HashedSlots begins with 64 buckets
+    slots = HashedSlots(InMemory())
     slots.add(last[:10])
     slots.add(last[10:])
     assert slots.find(last).tolist() == list(range(20))

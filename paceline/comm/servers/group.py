@@ -55,6 +55,7 @@ class ServerGroup(Store):
         self._carrier, self._collective, self._configure, self._epoch = carrier, collective, configure, epoch
         self._joins = joins
         self._standing: Callable[[], str | None] | None = None
+        self._tables: list[ServedTables] = []
         self._client = ClientCore(
             rank=collective.rank if joins is None else joins.rank,
             epoch=epoch,
@@ -125,6 +126,8 @@ class ServerGroup(Store):
         finally:
             self._carrier.standing = None
         self._client.settle(reply)
+        for tables in self._tables:
+            tables.settle(reply)
         return reply
 
     def wait_for_admission(self, *, pause_at: int) -> Reply:
@@ -153,7 +156,7 @@ class ServerGroup(Store):
         self._initialise(iteration=iteration)
 
     def open_tables(self, specs: Sequence[TableSpec], *, keeping: Keeping | None = None) -> TableStore:
-        return ServedTables(
+        tables = ServedTables(
             self._carrier,
             specs,
             collective=self._collective,
@@ -163,11 +166,14 @@ class ServerGroup(Store):
             keeping=keeping,
             clock=lambda: self._client.clock,
         )
+        self._tables.append(tables)
+        return tables
 
     def abort(self, reason: str) -> None:
         self._carrier.abort(reason)
 
     def close(self) -> None:
+        self._tables.clear()
         self._client.close()
         self._carrier.close()
 

@@ -3,21 +3,33 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor
 
 from paceline.comm.base import Collective, TableStore, Timing
 from paceline.comm.servers.carrier import Carrier
-from paceline.comm.servers.rows_in_view import RowsSeen
+from paceline.comm.servers.rows_in_view import Found, RowsSeen
 from paceline.errors import PeerLost
 from paceline.messages import HEAD_BYTES
 from paceline.row_file import RowFile
 from paceline.server.server_core import Send
+from paceline.server.spec import Reply
 from paceline.server.tables.changes import Changes
 from paceline.server.tables.client_core import Given, TableClient
 from paceline.server.tables.kept_rows import Keeping, KeptRows
+from paceline.server.tables.row_optimizers import RowOptimizer, with_lr
 from paceline.server.tables.spec import RowGradients, TableSpec
+
+
+class _Own(NamedTuple):
+    """An update that this worker makes itself."""
+
+    found: Found
+    values: Tensor
+    """Of the rows' gradients."""
+    optimizer: RowOptimizer
+
 
 _MOST_LOST = 3
 """Failures in a row to map servers' rows, after which a worker asks for rows by message from then on."""
@@ -52,6 +64,7 @@ class ServedTables(TableStore):
         self._specs, self._sees_rows = specs, carrier.is_all_beside
         self._num_lost = 0  # how often in a row servers' rows could not be mapped
         self._seen: RowsSeen | None = None
+        self._own: dict[int, _Own] = {}  # by table
         self._client = TableClient(specs, rank=collective.rank, epoch=epoch, num_servers=len(carrier.beside))
         if collective.rank == 0:
             self._ask(self._client.open())
@@ -120,15 +133,54 @@ class ServedTables(TableStore):
     def push(
         self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
     ) -> None:
+        lrs = lrs or [None] * len(gradients)
         if self._keeping is not None:
-            for kept, given, lr in zip(self._kept, gradients, lrs or [None] * len(gradients), strict=True):
+            for kept, given, lr in zip(self._kept, gradients, lrs, strict=True):
                 if given is not None:
                     kept.update(given, lr=lr)
+        self._own = {
+            number: own
+            for number, (given, lr) in enumerate(zip(gradients, lrs, strict=True))
+            if given is not None and (own := self._own_update(number, given, lr)) is not None
+        }
+        gradients = [None if number in self._own else given for number, given in enumerate(gradients)]
+        if self._own and all(given is None for given in gradients):
+            return
         is_given = self._carrier.is_all_beside and self._give_with_push(
             self._client.parts(gradients, weight=weight, lrs=lrs)
         )
         if not is_given:
             self._timed(self._client.push(gradients, weight=weight, lrs=lrs))
+
+    def _own_update(self, table: int, gradients: RowGradients, lr: float | None) -> _Own | None:
+        """What this worker is to do itself; none: it is for the servers, and so is a gradient that is not finite."""
+        spec, found = self._specs[table], None if self._seen is None else self._seen.find(table, gradients.keys)
+        if found is None or spec.nonfinite(gradients) is not None:
+            return None
+        return _Own(found, gradients.values.to(spec.sent).to(spec.computed), with_lr(spec.optimizer, lr))
+
+    def settle(self, reply: Reply) -> None:
+        """The exchange that `push` was for has been answered: this worker makes the updates that are for it to make, of
+        the rows of those servers that have taken its push.
+
+        Raises:
+            PeerLost: it can map the rows no longer.
+        """
+        began_s, (own, self._own) = time.perf_counter(), (self._own, {})
+        servers = [server for server, staleness in enumerate(reply.staleness) if staleness >= 0]
+        for table, (found, values, optimizer) in own.items():
+            is_made = not servers
+            while not is_made:
+                if self._seen is None or self._seen.is_outdated:
+                    self._map()
+                if not self._sees_rows:
+                    raise PeerLost(f"rows of table {self._specs[table].name!r} can be updated no longer")
+                if self._seen is not None:
+                    is_made = self._seen.update(table, found, values, optimizer, servers)
+            num_bytes = found.keys.nbytes + values.numel() * self._specs[table].sent.itemsize
+            self._timing.moved_bytes += num_bytes  # as messages would have
+        if own:
+            self._timing.communication_s += time.perf_counter() - began_s
 
     def changed(self, tables: Sequence[int], *, looks: bool = False) -> dict[int, Changes]:
         self._timed(self._client.changed(tables, looks=looks))

@@ -34,6 +34,8 @@ class AdmissionRule(ABC):
     """Another shard decides, and each push must be followed by `follow`, with what it decided."""
     is_plain: bool = False
     """While nothing is held and all take part, the workers' clocks are all the rule's state."""
+    is_free: bool = False
+    """Each contribution is an update of its own when it comes, and nobody waits for another's."""
     contributors: tuple[int, ...] | None = None
     """Who formed the last clock, if the rules of other shards must be told; none if they find it themselves."""
     is_timed: bool = False

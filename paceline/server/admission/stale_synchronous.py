@@ -24,8 +24,9 @@ class StaleSynchronous(AdmissionRule):
         if not staleness >= 0:
             raise ValueError(f"staleness must be at least 0, not {staleness}")
         self._staleness = staleness
+        self.is_free = staleness == math.inf
         # With a bound, workers wait for others at any step, and the server would take its shard back as often.
-        self.torn_reads, self.is_plain = torn_reads, staleness == math.inf and not torn_reads
+        self.torn_reads, self.is_plain = torn_reads, self.is_free and not torn_reads
         self.resume(dict.fromkeys(members.ranks, 0))
 
     def resume(self, clocks: Mapping[int, int]) -> None:

@@ -47,6 +47,11 @@ class ChangedKeys:
         self._lacking: dict[int, _Lacking] = {}
         self._left: set[int] = set()
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether a worker asks for what has changed."""
+        return bool(self._lacking or self._left)
+
     def add(self, keys: Tensor) -> None:
         """These rows, none of which comes twice, have been updated."""
         for lacking in self._lacking.values():

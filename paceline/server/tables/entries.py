@@ -1,25 +1,19 @@
 """Columns in which each key has an entry: a table's rows and what is kept of them, or what is known of keys without."""
 
-from collections.abc import Mapping
-from typing import NamedTuple, final
+from collections.abc import Collection, Mapping
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from paceline.arrays import as_words
-from paceline.server.tables.slots import Slots
-from paceline.server.tables.storage import Address, Storage
+from paceline.server.tables import stepping
+from paceline.server.tables.slots import slots_for
+from paceline.server.tables.spec import Width
+from paceline.server.tables.storage import Storage
 
 KEYS = "keys"
 KEY_BYTES = 8
 _LEAST = 64
-
-
-class Width(NamedTuple):
-    """What one column holds of a key."""
-
-    num: int
-    dtype: torch.dtype
 
 
 @final
@@ -27,15 +21,18 @@ class Entries:
     """Keys have slots from 0 on, in the order in which they came. Where some go, the last ones get their slots.
 
     Args:
-        seen: a column that other processes of this host see, with the index, if they see any; none: they see nothing.
+        num_keys: keys are below it.
+        seen: columns that other processes of this host see, with the index, if they see any.
     """
 
-    def __init__(self, storage: Storage, widths: Mapping[str, Width], *, seen: str | None = None) -> None:
+    def __init__(
+        self, storage: Storage, widths: Mapping[str, Width], *, num_keys: int, seen: Collection[str] = ()
+    ) -> None:
         self._storage, self.widths = storage, widths
-        self._slots = Slots(storage, is_seen=seen is not None)
+        self._slots = slots_for(num_keys, storage, is_seen=bool(seen))
         self._keys = storage.column(_LEAST, 1, torch.int64)
         self._columns = {
-            name: storage.column(_LEAST, num, dtype, is_seen=name == seen) for name, (num, dtype) in widths.items()
+            name: storage.column(_LEAST, num, dtype, is_seen=name in seen) for name, (num, dtype) in widths.items()
         }
         self._seen = seen
 
@@ -47,10 +44,10 @@ class Entries:
         """Of one key, without the index."""
         return KEY_BYTES + sum(num * dtype.itemsize for num, dtype in self.widths.values())
 
-    @property
-    def addresses(self) -> list[Address]:
-        """Where other processes of this host find the index and the column that they see."""
-        return [*self._slots.addresses, *([self._columns[self._seen].address] if self._seen is not None else [])]
+    def plain_view(self) -> dict[str, Any]:
+        """Where other processes of this host find the index and the columns that they see, as plain data."""
+        columns = {name: self._columns[name].address for name in self._seen}
+        return {"index": self._slots.addresses, "columns": columns}
 
     def find(self, keys: Tensor) -> Tensor:
         """The slot of each key; -1 where it has none."""
@@ -66,13 +63,11 @@ class Entries:
 
     def at(self, slots: Tensor) -> dict[str, Tensor]:
         """Copies of these entries, by column."""
-        return {name: column.values.index_select(0, slots) for name, column in self._columns.items()}
+        return stepping.copies({name: column.values for name, column in self._columns.items()}, slots)
 
     def put(self, slots: Tensor, entries: Mapping[str, Tensor]) -> None:
-        places = slots.numpy()
         with self._storage.changing():
-            for name, changed in entries.items():
-                as_words(self._columns[name].values)[places] = as_words(changed)  # half of what index_copy_ takes
+            stepping.put({name: column.values for name, column in self._columns.items()}, slots, entries)
 
     def add(self, keys: Tensor, entries: Mapping[str, Tensor | float]) -> Tensor:
         """Give these keys, which are all different and have none yet, entries with these values; returns the slots."""

@@ -49,6 +49,8 @@ class TableShards:
     def __init__(self, new_memory: Callable[[], Storage] = InMemory) -> None:
         self.files: TableFiles | None = None
         """Where the tables are to lie; none: in memory."""
+        self.may_lend = False
+        """Each push is an update of its own, for whose rows nobody waits."""
         self._new_memory = new_memory
         self._storage: Storage = InMemory()
         self._tables: list[Table] = []
@@ -74,7 +76,8 @@ class TableShards:
     def receive(self, message: Message) -> Fields:
         """What is answered. Raises WireError, which names the table and the key where it is one's fault."""
         try:
-            return self.handlers[message.kind](message)
+            with self._storage.alone():
+                return self.handlers[message.kind](message)
         except (UsageError, KeyError, TypeError, ValueError) as error:
             raise WireError(f"refused {message.kind.name}: {error}") from None
 
@@ -86,8 +89,8 @@ class TableShards:
             for one in applied:
                 if one.worker in self._waiting:
                     by_update[one.iteration].append(self._waiting.pop(one.worker))
-            for waiting in by_update.values():
-                touched += self._update(waiting)
+            with self._storage.alone():
+                touched = sum(self._update(waiting) for waiting in by_update.values())
         return touched
 
     def leave(self, worker: int) -> None:
@@ -126,7 +129,7 @@ class TableShards:
         specs, num = [TableSpec.of_plain(plain) for plain in message.body["tables"]], message.body["num_servers"]
         if type(num) is not int or num < 1:
             raise ValueError(f"{num!r} servers")
-        self._tables = [Table(spec, self._storage, num_servers=num) for spec in specs]
+        self._tables = [Table(spec, self._storage, num_servers=num, is_lent=self.may_lend) for spec in specs]
         self._changed = [ChangedKeys(table.all_keys) for table in self._tables]
         return {}
 
@@ -134,7 +137,10 @@ class TableShards:
         """Where workers on this host see the rows, and how many there are."""
         if not self._tables:
             raise ValueError("there are no tables")
-        return {"body": {**self._storage.plain_view(), "tables": [table.plain_view() for table in self._tables]}}
+        views = [table.plain_view() for table in self._tables]
+        for view, changed in zip(views, self._changed, strict=True):
+            view["is_lent"] &= not changed.is_followed
+        return {"body": {**self._storage.plain_view(), "tables": views}}
 
     def _read(self, message: Message) -> Fields:
         tables = [self._at(index) for index in message.body["tables"]]

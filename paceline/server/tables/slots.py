@@ -1,6 +1,10 @@
-"""Where a table's rows lie: a hash table from keys to slots, all keys of a batch at once."""
+"""Where a table's rows lie: from keys to slots, all keys of a batch at once.
+
+A table of few keys has the slot of each in an array. One of many has a hash table.
+"""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, final
 
@@ -17,34 +21,108 @@ _FULLEST = 0.4  # of all places; then 1 bucket in 60 is full (Poisson), and a ke
 _FREE, _GONE = 0, 1  # keys lie with all bits inverted, below 0, since new memory is 0
 _NONE = -1
 _PIECE_BUCKETS = 1 << 11
+_FEW_KEYS = 1 << 24  # an array of them takes 64 MiB at most, and a page of it memory once a key in it has a slot
+
+
+class Slots(ABC):
+    """Keys have slots from 0 on, in the order in which they came, but for those that got slots of keys that went."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def find(self, keys: Tensor) -> Tensor:
+        """The slot of each of these keys, at least 0; -1 where it has none."""
+
+    @property
+    @abstractmethod
+    def addresses(self) -> list[Address]:
+        """Of its columns."""
+
+    @abstractmethod
+    def add(self, keys: Tensor) -> Tensor:
+        """Give these keys slots, the next ones in their order. They are all different, and have none yet."""
+
+    @abstractmethod
+    def remove(self, keys: Tensor, *, moved: Tensor, to: Tensor) -> None:
+        """These keys go, and others are moved to these slots, so that the slots in use begin with 0 and have no gap."""
+
+
+def are_few(num_keys: int) -> bool:
+    """Whether the slots of keys below this one lie in an array."""
+    return num_keys <= _FEW_KEYS
+
+
+def slots_for(num_keys: int, storage: Storage | None = None, *, is_seen: bool = True) -> Slots:
+    """
+    Args:
+        num_keys: keys are below it.
+        is_seen: by other processes of this host, if they see any.
+
+    Raises:
+        UsageError: there is no room.
+    """
+    storage = storage or InMemory()
+    if are_few(num_keys):
+        return ListedSlots(num_keys, storage, is_seen=is_seen)
+    return HashedSlots(storage, is_seen=is_seen)
 
 
 @final
-class Slots:
-    """Keys have slots from 0 on, in the order in which they came, but for those that got slots of keys that went.
+class ListedSlots(Slots):
+    """In an array with a place for each key that there can be, which has its slot and 1 more, and 0 where it has none.
 
-    Open addressing with linear probing (Knuth, "The Art of Computer Programming", volume 3, section 6.4), by buckets:
-    a key lies in the first bucket with a free place from the one that its hash says. The place of one that is removed
-    is free again once the index is made anew.
-
-    Args:
-        is_seen: by other processes of this host, if they see any.
+    See `slots_for`.
     """
 
-    def __init__(self, storage: Storage | None = None, *, is_seen: bool = True) -> None:
+    def __init__(self, num_keys: int, storage: Storage, *, is_seen: bool = True) -> None:
+        self._num = 0
+        self._places = storage.column(num_keys, 1, torch.int32, is_seen=is_seen)
+
+    def __len__(self) -> int:
+        return self._num
+
+    def find(self, keys: Tensor) -> Tensor:
+        return find_listed(keys, self._places.values)
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [self._places.address]
+
+    def add(self, keys: Tensor) -> Tensor:
+        slots = torch.arange(self._num, self._num + len(keys))
+        self._places.values[keys, 0] = (slots + 1).int()
+        self._num += len(keys)
+        return slots
+
+    def remove(self, keys: Tensor, *, moved: Tensor, to: Tensor) -> None:
+        self._places.values[keys, 0] = 0
+        self._places.values[moved, 0] = (to + 1).int()
+        self._num -= len(keys)
+
+
+@final
+class HashedSlots(Slots):
+    """Open addressing with linear probing (Knuth, "The Art of Computer Programming", volume 3, section 6.4), by
+    buckets: a key lies in the first bucket with a free place from the one that its hash says. The place of one that is
+    removed is free again once the index is made anew.
+
+    See `slots_for`.
+    """
+
+    def __init__(self, storage: Storage, *, is_seen: bool = True) -> None:
         self._num = self._num_gone = 0
-        self._storage, self._is_seen = storage or InMemory(), is_seen
+        self._storage, self._is_seen = storage, is_seen
         self._make_places(_LEAST_BUCKETS)
 
     def __len__(self) -> int:
         return self._num
 
     def find(self, keys: Tensor) -> Tensor:
-        """The slot of each of these keys, at least 0; -1 where it has none."""
-        return find(keys, mixed(keys), *self.columns)
+        return find_hashed(keys, mixed(keys), *self._columns)
 
     @property
-    def columns(self) -> tuple[Tensor, Tensor]:
+    def _columns(self) -> tuple[Tensor, Tensor]:
         """Of all buckets the keys, and their slots."""
         return self._keys.values[: self._num_buckets], self._slots.values[: self._num_buckets]
 
@@ -53,7 +131,6 @@ class Slots:
         return [self._keys.address, self._slots.address]
 
     def add(self, keys: Tensor) -> Tensor:
-        """Give these keys slots, the next ones in their order. They are all different, and have none yet."""
         slots = torch.arange(self._num, self._num + len(keys))
         num = self._num + len(keys)
         if num + self._num_gone > _FULLEST * self._num_buckets * BUCKET_KEYS:
@@ -69,14 +146,13 @@ class Slots:
         return slots
 
     def remove(self, keys: Tensor, *, moved: Tensor, to: Tensor) -> None:
-        """These keys go, and others are moved to these slots, so that the slots in use begin with 0 and have no gap."""
         self._keys.values.view(-1)[self._places(keys)] = _GONE
         self._slots.values.view(-1)[self._places(moved)] = to
         self._num -= len(keys)
         self._num_gone += len(keys)
 
     def _places(self, keys: Tensor) -> Tensor:
-        return find(keys, mixed(keys), self.columns[0], None)
+        return find_hashed(keys, mixed(keys), self._columns[0], None)
 
     def _make_places(self, num_buckets: int) -> None:
         """Raises UsageError if there is no room, and then all stays as it was."""
@@ -105,10 +181,22 @@ class Slots:
         return (buckets + 1) & (self._num_buckets - 1)
 
 
-def find(
+def find_listed(keys: Tensor, places: Tensor, begin: Any = None) -> Tensor:
+    """As `ListedSlots.find`, in its column, or in several side by side.
+
+    Args:
+        begin: of each key, the place of key 0 in the column that it is in.
+    """
+    wanted = keys.numpy()
+    found = places.numpy().reshape(-1).take(wanted if begin is None else wanted + begin).astype("i8")
+    found -= 1
+    return torch.from_numpy(found)
+
+
+def find_hashed(
     keys: Tensor, hashed: Tensor, of_buckets: Tensor, slots_of_buckets: Tensor | None, begin: Any = 0, mask: Any = None
 ) -> Tensor:
-    """As `Slots.find`, in its columns, or in several side by side; without slots, the place of each key.
+    """As `HashedSlots.find`, in its columns, or in several side by side; without slots, the place of each key.
 
     NumPy's methods take a third of the time of torch's operations here, whose indices are few.
 

@@ -18,8 +18,9 @@ from paceline.errors import UsageError
 
 _LEAST_FILE_BYTES = 1 << 20
 _REMEDIES = {
-    errno.EMFILE: "allow each process more open files (ulimit -n): a table in memory has three; one in files has two "
-    "for its keys, its rows and each of its optimizer's states, and four for its index",
+    errno.EMFILE: "allow each process more open files (ulimit -n): a table in memory has up to four, and one for each "
+    "of its optimizer's states; one in files has two for its keys, its rows and each of its optimizer's states, and up "
+    "to four for its index",
     errno.ENOMEM: "allow each process more address space (ulimit -v) or mappings (sysctl vm.max_map_count)",
 }
 
@@ -45,10 +46,16 @@ class Storage(ABC):
 
     piece_bytes: ClassVar[int]
     """Of rows that are looked at between two calls of `trim`, at most."""
+    lends: bool = False
+    """Whether other processes of this host may change columns, too."""
 
     def plain_view(self) -> dict[str, Any]:
         """How other processes of this host see columns, as plain data; empty: they do not."""
         return {}
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Meanwhile no other process of this host changes columns."""
+        return nullcontext()
 
     def changing(self) -> AbstractContextManager[None]:
         """While entries that are known change."""

@@ -12,19 +12,19 @@ from paceline.errors import UsageError
 from paceline.row_file import RowFile
 from paceline.server.tables import row_files
 from paceline.server.tables.dividing import WAITING
-from paceline.server.tables.entries import KEY_BYTES, KEYS, Entries, Width
+from paceline.server.tables.entries import KEY_BYTES, KEYS, Entries
 from paceline.server.tables.reading import first_values, rows_of
-from paceline.server.tables.rounding import rounded
 from paceline.server.tables.row_optimizers import RowOptimizer
 from paceline.server.tables.saved import Saved
-from paceline.server.tables.spec import RowGradients, TableSpec, are_different
+from paceline.server.tables.spec import ROWS, RowGradients, TableSpec, Width, are_different
+from paceline.server.tables.stepping import step
 from paceline.server.tables.storage import InMemory, Storage
 
 _SAVED_BYTES = 1 << 24
 _LOOKS = 8
 """So often a table looks at all rows while one may stay without an update; where there are too many rows, one in so
 many goes at a time."""
-_ROWS, _LAST, _COUNT, _UPDATES, _SEED = "rows", "last", "count", "updates", "seed"
+_LAST, _COUNT, _UPDATES, _SEED = "last", "count", "updates", "seed"
 
 
 @final
@@ -33,16 +33,21 @@ class Table:
 
     Args:
         num_servers: that share the table, and the most rows that it may have.
+        is_lent: workers on this host may make updates, too, where the storage lets them and rows only ever come.
     """
 
-    def __init__(self, spec: TableSpec, storage: Storage | None = None, *, num_servers: int = 1) -> None:
+    def __init__(
+        self, spec: TableSpec, storage: Storage | None = None, *, num_servers: int = 1, is_lent: bool = False
+    ) -> None:
         self.spec = spec
-        self.num_updates = 0
         self.num_evicted = 0
         self.num_dropped = 0
         """Gradients, of keys that had no row yet."""
         self._seed, self._num_servers = spec.seed, num_servers
         self._storage = storage or InMemory()
+        self.is_lent = is_lent and self._storage.lends and spec.min_count == 1 and not spec.evicts
+        counts = self._storage if self.is_lent else InMemory()
+        self._num_updates = counts.column(1, 1, torch.int64, is_seen=self.is_lent)
         self._piece = max(1, self._storage.piece_bytes // (spec.dim * spec.dtype.itemsize))
         self._groups = self._empty()
         self._saved: Saved | None = None
@@ -50,6 +55,15 @@ class Table:
     def __len__(self) -> int:
         """How many rows take memory."""
         return len(self._rows)
+
+    @property
+    def num_updates(self) -> int:
+        """So far, by whoever made them."""
+        return int(self._num_updates.values)
+
+    @num_updates.setter
+    def num_updates(self, num: int) -> None:
+        self._num_updates.values.fill_(num)
 
     @property
     def _rows(self) -> Entries:
@@ -61,7 +75,7 @@ class Table:
         keys = self.spec.checked(keys)
         if len(keys) > self._piece:
             return torch.cat([self.read(some) for some in keys.split(self._piece)])
-        rows = rows_of(self.spec, self._rows.memory(_ROWS), keys, self._rows.find(keys), seed=self._seed)
+        rows = rows_of(self.spec, self._rows.memory(ROWS), keys, self._rows.find(keys).numpy(), seed=self._seed)
         self._storage.trim()
         return rows
 
@@ -76,7 +90,8 @@ class Table:
 
     def plain_view(self) -> dict[str, Any]:
         """Where other processes of this host find what is read, as plain data, and `counts`."""
-        return {"seed": self._seed, "columns": self._rows.addresses, "counts": self.counts()}
+        view = {"seed": self._seed, "counts": self.counts(), "is_lent": self.is_lent, **self._rows.plain_view()}
+        return {**view, "num_updates": self._num_updates.address}
 
     def counts(self) -> dict[str, int]:
         """How many rows there are and keys that wait for one; rows that went and gradients that counted for nothing,
@@ -111,10 +126,8 @@ class Table:
         if is_new.any():
             slots[is_new] = self._rows.add(keys[is_new], self._first(keys[is_new]))
         entries = self._rows.at(slots)
-        rows = entries[_ROWS].to(self.spec.computed)
-        optimizer.step(rows, gradients, entries, number=self.num_updates)
-        if self.spec.is_half:
-            entries[_ROWS] = rounded(rows, self.spec.dtype, keys, seed=self._seed, number=self.num_updates)
+        given = RowGradients(keys, gradients)
+        step(self.spec, optimizer, entries, given, seed=self._seed, number=self.num_updates)
         if self.spec.evicts:
             entries[_LAST].fill_(self.num_updates)
         self._rows.put(slots, entries)
@@ -141,7 +154,7 @@ class Table:
 
     def _first(self, keys: Tensor) -> dict[str, Tensor | float]:
         states = self.spec.optimizer.state.items()
-        return {_ROWS: first_values(self.spec, keys, seed=self._seed), **{name: value for name, (_, value) in states}}
+        return {ROWS: first_values(self.spec, keys, seed=self._seed), **{name: value for name, (_, value) in states}}
 
     def _evict(self, entries: Entries) -> None:
         """Forget what was not updated for long, and what was longest not if there is too much."""
@@ -199,7 +212,7 @@ class Table:
         """These files there have all rows of this table, unless rows may go. Without room for which of them change, the
         next ones have all rows again."""
         self._saved = None
-        if len(self._groups) == 1 and not self.spec.evicts:
+        if len(self._groups) == 1 and not self.spec.evicts and not self.is_lent:
             with suppress(UsageError):
                 self._saved = Saved(self._storage, directory, files, num_rows=len(self), num_later=num_later)
 
@@ -251,7 +264,7 @@ class Table:
 
     def _load(self, pieces: Iterable[tuple[int, Mapping[str, Tensor]]]) -> int:
         """See `row_files.read`; returns how many rows have come that are not the first of their keys."""
-        other, latest, num_later = Table(self.spec, self._storage), 0, 0
+        other, latest, num_later = Table(self.spec, self._storage, is_lent=self.is_lent), 0, 0
         for later, piece in pieces:
             latest = max(latest, later)
             num_later += len(piece[KEYS]) if later else 0
@@ -295,10 +308,8 @@ class Table:
         """By the beginning of names in a state: rows, with what is kept of them, and keys that wait for one."""
         spec, storage = self.spec, self._storage
         last = {_LAST: Width(1, torch.int64)} if spec.evicts else {}
-        columns = {_ROWS: Width(spec.dim, spec.dtype)}
-        for name, (width, _) in spec.optimizer.state.items():
-            columns[name] = Width(spec.dim if width == "element" else 1, spec.computed)
-        groups = {"": Entries(storage, {**columns, **last}, seen=_ROWS)}
+        seen = spec.columns if self.is_lent else (ROWS,)
+        groups = {"": Entries(storage, {**spec.columns, **last}, num_keys=spec.num_rows, seen=seen)}
         if spec.min_count > 1:
-            groups[WAITING] = Entries(storage, {_COUNT: Width(1, torch.int64), **last})
+            groups[WAITING] = Entries(storage, {_COUNT: Width(1, torch.int64), **last}, num_keys=spec.num_rows)
         return groups

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed (paceline[frameworks])"),
 ]
 SAMPLES, GLOBAL_BATCH, EPOCHS = 64, 16, 3
-RECIPES = Path(__file__).parents[2] / "recipes" / "frameworks"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 PACKAGES = {"lightning.pytorch": "paceline.lightning", "pytorch_lightning": "paceline.lightning.pytorch_lightning"}
 LOCK_STEP = ("all-reduce", "ps-bsp:servers=2", "ring")
@@ -299,12 +299,12 @@ def test_what_cannot_be_honoured_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "strategy"),
+    ("example", "strategy"),
     [("lightning_text", "ps-asp"), ("accelerate_text", "local-sgd:every=8"), ("trainer_text", "local-sgd:every=8")],
 )
 @pytest.mark.usefixtures("forked_programs")
-def test_recipes(recipe: str, strategy: str, tmp_path: Path) -> None:
-    command = ["paceline", "run", str(RECIPES / f"{recipe}.py"), "--strategy", strategy, "--workers", "2"]
+def test_examples(example: str, strategy: str, tmp_path: Path) -> None:
+    command = ["paceline", "run", str(EXAMPLES / f"{example}.py"), "--strategy", strategy, "--workers", "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (accuracy,) = re.findall(r"accuracy (\S+) .*on 2 workers", done.stdout + done.stderr)

@@ -111,7 +111,7 @@ restored = tune.Tuner.restore(f"{STORAGE}/failing", runs, resume_errored=True)
 found["restored"] = list(rows(restored.fit()))
 Path("found.json").write_text(json.dumps(found))
 """
-RECIPE = Path(__file__).parents[2] / "recipes" / "frameworks" / "tune_text.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tune_text.py"
 
 
 @pytest.fixture(scope="module")
@@ -187,10 +187,10 @@ def test_a_restored_trial_goes_on_as_if_nothing_had_happened(found: Any) -> None
     assert restored["loss"][-1] == whole["loss"][-1]
 
 
-def test_the_recipe_finds_a_good_learning_rate(tmp_path: Path, cluster: str) -> None:
+def test_the_example_finds_a_good_learning_rate(tmp_path: Path, cluster: str) -> None:
     said = re.search(
         r"accuracy (\S+) by .*'lr': 0.3",
-        output_of(tmp_path, cluster, str(RECIPE), "--steps", "100", "--strategies", "all-reduce"),
+        output_of(tmp_path, cluster, str(EXAMPLE), "--steps", "100", "--strategies", "all-reduce"),
     )
     assert said is not None
     assert float(said[1]) > 0.9

@@ -271,6 +271,12 @@ def test_lightning_alone_goes_on_from_what_servers_held(tmp_path: Path) -> None:
     assert_alike(resumed, alone(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp", "local-sgd:every=4"])
+def test_a_trial_of_two_batches(strategy: str, tmp_path: Path) -> None:
+    found = trained(tmp_path, strategy, {"fast_dev_run": 2})
+    assert (found["steps"], found["epochs"]) == (2, 1)
+
+
 @pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
 def test_the_runs_budget_ends_the_trainer(strategy: str, tmp_path: Path) -> None:
     found = trained(tmp_path, strategy, {"max_epochs": -1}, max_steps=10)
@@ -285,6 +291,7 @@ def test_the_runs_budget_ends_the_trainer(strategy: str, tmp_path: Path) -> None
         ("ps-asp", {}, {"asks_for": "ps-ssp"}, "--strategy ps-ssp"),
         ("fed-avg:clients=2:fraction=0.5", {}, {}, "has no client for rank 1"),
         ("fed-avg:clients=2:fraction=1", {"val_check_interval": 2}, {}, "a number of rounds"),
+        ("fed-avg:clients=2:fraction=1", {"fast_dev_run": True}, {}, r"fast_dev_run=.* give max_epochs"),
         ("all-reduce", {"devices": 3}, {}, "--workers"),
         ("all-reduce", {"num_nodes": 2}, {}, "leave it out"),
         ("all-reduce", {"sync_batchnorm": True}, {}, "leave it out"),

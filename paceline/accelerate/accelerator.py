@@ -17,8 +17,8 @@ from paceline.accelerate.group import join_group
 from paceline.accelerate.loader import TrainingLoader
 from paceline.accelerate.weights import apart, load_weights
 from paceline.errors import UsageError
-from paceline.running.frameworks import require_possible
-from paceline.training.sharding import RoundBatches, ShardedLoader
+from paceline.running.frameworks import begin, require_possible
+from paceline.training.sharding import RoundBatches
 
 _FILE = "paceline.bin"
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -107,19 +107,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._beside = ()
 
     def _begin(self, models: list[nn.Module], optimizers: list[Optimizer], loader: DataLoader[Any]) -> TrainingLoader:
-        named: dict[str, list[Any]] = {"model": models, "optimizer": optimizers}
-        given = {
-            kind if len(things) == 1 else f"{kind}_{number}": thing
-            for kind, things in named.items()
-            for number, thing in enumerate(things)
-        }
-        *_, prepared = self._worker.prepare(**given, loader=loader)
+        batches = begin(self._worker, models, optimizers, loader)
         self._known = {id(optimizer) for optimizer in optimizers}
-        batches = cast(ShardedLoader, prepared)
-        if batches.roster is not None:
-            self.rounds = RoundBatches(batches, size=self._worker.size, is_over=lambda: self._worker.is_over)
+        self.rounds = batches if isinstance(batches, RoundBatches) else None
         device = self.device if self.device_placement else None
-        self.training_loader = TrainingLoader(batches if self.rounds is None else self.rounds, device)
+        self.training_loader = TrainingLoader(batches, device)
         return self.training_loader
 
     def prepare_model(

@@ -369,7 +369,11 @@ def test_a_loader_of_the_trainers_own_is_divided_where_it_is_prepared(tmp_path: 
         ("fed-avg:clients=4:fraction=0.5", train, "a whole number of rounds"),
         ("fed-avg:clients=6:fraction=0.5:sampler=poisson", partial(train, **ROUNDS), "round 3 has no client for rank"),
         ("all-reduce", train_without_its_end, "trainer.add_callback"),
-        ("all-reduce", partial(train_on_a_loader_of_its_own, is_prepared=False), r"self\.accelerator\.prepare\(loader\)"),
+        (
+            "all-reduce",
+            partial(train_on_a_loader_of_its_own, is_prepared=False),
+            r"self\.accelerator\.prepare\(loader\)",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(strategy: str, script: Any, says: str, tmp_path: Path) -> None:

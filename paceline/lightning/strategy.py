@@ -158,6 +158,13 @@ class StrategyBody(WorldBody):
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
+    def load_model_state_dict(self, *arguments: Any, **settings: Any) -> None:
+        """After training, `test(ckpt_path="best")` and the like are of what they load; then the workers' models are
+        back, which the strategy goes by."""
+        if self._is_prepared:
+            self._in_place.enter_context(self._global_model())
+        super().load_model_state_dict(*arguments, **settings)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self._is_prepared:
             return cast(dict[str, Any], super().lightning_module_state_dict())

@@ -112,6 +112,7 @@ def fit(
     resumes: Path | None = None,
     patience: int | None = None,
     asks_for: str | None = None,
+    looks_at: str | None = None,
     **module: Any,
 ) -> None:
     """The script of a run, or of one process without Paceline. What came out is in `found-RANK.json`."""
@@ -136,8 +137,12 @@ def fit(
         "tested": tested,
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
+        "looked_at": [],
         "world": [trainer.world_size, trainer.global_rank, trainer.node_rank, trainer.num_nodes],
     }
+    if looks_at is not None:
+        for path in (out / looks_at, None):
+            found["looked_at"] += trainer.validate(model, loaders[1], ckpt_path=path, verbose=False)
     (out / f"found-{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
@@ -198,6 +203,17 @@ def test_workers_that_run_free_validate_and_save_one_model(strategy: str, tmp_pa
     model = made("lightning.pytorch")
     model.load_state_dict(saved)
     assert loss_of(model) == pytest.approx(found["tested"]["val_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["ps-asp", "ps-bsp", "gossip", "local-sgd:every=2"])
+def test_a_checkpoint_that_is_looked_at_after_training_leaves_what_was_trained(strategy: str, tmp_path: Path) -> None:
+    found = trained(tmp_path, strategy, saves_every=6, looks_at="step=6.ckpt")
+    saved, after = found["looked_at"]
+    model = made("lightning.pytorch")
+    model.load_state_dict(torch.load(tmp_path / "step=6.ckpt", weights_only=True)["state_dict"])
+    assert loss_of(model) == pytest.approx(saved["val_loss"], rel=1e-4)
+    assert saved["val_loss"] != found["tested"]["val_loss"]
+    assert after == found["tested"]
 
 
 @pytest.mark.parametrize(

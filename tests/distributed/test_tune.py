@@ -1,4 +1,4 @@
-"""Ray Tune's own Tuner on two cores, whose trials are runs."""
+"""Ray Tune's own Tuner on two cores, whose trials are runs; and the examples of Ray's libraries."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ restored = tune.Tuner.restore(f"{STORAGE}/failing", runs, resume_errored=True)
 found["restored"] = list(rows(restored.fit()))
 Path("found.json").write_text(json.dumps(found))
 """
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tune_text.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,16 @@ def test_a_restored_trial_goes_on_as_if_nothing_had_happened(found: Any) -> None
 def test_the_example_finds_a_good_learning_rate(tmp_path: Path, cluster: str) -> None:
     said = re.search(
         r"accuracy (\S+) by .*'lr': 0.3",
-        output_of(tmp_path, cluster, str(EXAMPLE), "--steps", "100", "--strategies", "all-reduce"),
+        output_of(tmp_path, cluster, str(EXAMPLES / "tune_text.py"), "--steps", "100", "--strategies", "all-reduce"),
     )
     assert said is not None
     assert float(said[1]) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("example", "options"), [("ray_data_text.py", ["--strategy", "ps-asp"]), ("ray_train_text.py", [])]
+)
+def test_examples_of_ray_s_other_libraries(example: str, options: list[str], tmp_path: Path, cluster: str) -> None:
+    said = output_of(tmp_path, cluster, str(EXAMPLES / example), *options)
+    (accuracy,) = re.findall(r"accuracy (\S+) on \d workers", said)
+    assert float(accuracy) > 0.9

@@ -6,12 +6,13 @@ Needs `pip install paceline[ray-data]`.
 """
 
 import argparse
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import ray.train
 import torch
-from ray.train import RunConfig, ScalingConfig
+from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_data_loader, prepare_model
 from sentences import NUM_TOPICS, NUM_WORDS, sentences
 from torch import nn
@@ -30,7 +31,13 @@ def train(config: dict[str, Any]) -> None:
             F.cross_entropy(model(text), topic).backward()
             optimizer.step()
     texts, topics = sentences(512, seed=1).tensors
-    ray.train.report({"accuracy": float((model(texts).argmax(1) == topics).float().mean())})
+    found = {"accuracy": float((model(texts).argmax(1) == topics).float().mean())}
+    with tempfile.TemporaryDirectory() as directory:
+        saved = None
+        if ray.train.get_context().get_world_rank() == 0:
+            torch.save(model.state_dict(), Path(directory) / "model.pt")
+            saved = Checkpoint.from_directory(directory)
+        ray.train.report(found, checkpoint=saved)  # the result has metrics of what was saved
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 DOCS_STAMP := $(VENV)/.complete-docs
 FRAMEWORKS_STAMP := $(VENV)/.complete-frameworks
+APART_STAMPS := $(VENV)/apart/tensorflow/.complete $(VENV)/apart/ray-default/.complete
 # More tests at a time than cores: much of a test of processes is waiting for them to start.
 PARALLEL := -n 3 --dist worksteal
 
@@ -22,7 +23,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
 
 # What `make test` leaves out, and properties with many more examples.
-test-slow: $(FRAMEWORKS_STAMP)
+test-slow: $(FRAMEWORKS_STAMP) $(APART_STAMPS)
 	$(BIN)/python -m pytest $(PARALLEL) -m "(slow or hypothesis) and not gpu" --hypothesis-profile thorough --durations 30 --durations-min 20
 
 # On a machine with a GPU and a torch that sees it, which the constraints file's does not.
@@ -61,3 +62,7 @@ $(STAMP): pyproject.toml constraints.txt
 $(DOCS_STAMP) $(FRAMEWORKS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[$(@:$(STAMP)-%=%)]'
 	touch $@
+
+# Where an index lacks one of these, the tests that need it are skipped.
+$(VENV)/apart/%/.complete: tests/environments/%.txt $(STAMP)
+	$(BIN)/python tests/apart.py $*

@@ -4,6 +4,7 @@ The newest is always `checkpoint.pt`. What is there says of itself which iterati
 nothing else has to be remembered from one run to the next.
 """
 
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -81,6 +82,31 @@ def go_back(chosen: Path, *, iteration: int) -> None:
     _drop_unused_rows(directory)
 
 
+def copy_newest(source: Path, target: Path) -> None:
+    """Have another directory hold the newest checkpoint of this one, and the rows that servers have written beside it.
+    A run may go on in `source`, and remove rows that no checkpoint names any more: then it is a newer one. Raises
+    OSError."""
+    shutil.copyfile(source / FILE_NAME, target / FILE_NAME)
+    rows = _rows_of(target / FILE_NAME)
+    if not rows:
+        return
+    try:
+        shutil.copytree(source / rows, target / rows, copy_function=_link)
+    except OSError:
+        if rows == _rows_of(source / FILE_NAME):
+            raise
+        shutil.rmtree(target / rows, ignore_errors=True)
+        copy_newest(source, target)
+
+
+def _link(source: str, target: str) -> None:
+    """Files of rows do not change any more, so that a second name is as good as a copy, and takes no time."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def drop_all(directory: Path) -> None:
     """Nobody will go on with the run of this directory."""
     for path in from_newest(directory):
@@ -105,7 +131,7 @@ def _rows_of(path: Path) -> str | None:
         rows = sealing.facts_of(path).get("rows")
     except (FileNotFoundError, ValueError):
         return None
-    return rows if isinstance(rows, str) else None
+    return rows if isinstance(rows, str) and DIRECTORY.fullmatch(rows) else None
 
 
 def _numbered(directory: Path) -> list[Path]:

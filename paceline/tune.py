@@ -1,6 +1,5 @@
 """Ray Tune: each of its trials is a run. Nothing else in Paceline imports this."""
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any, ClassVar, final
 from ray import tune
 from ray.tune.result import RESULT_DUPLICATE
 
-from paceline.checkpoint import FILE_NAME
+from paceline.checkpoint_files import copy_newest
 from paceline.config import DeviceChoice
 from paceline.engines.scripting import Program, Script, read_script
 from paceline.errors import UsageError
@@ -126,14 +125,14 @@ class Trial(tune.Trainable):
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         if self._run is None:
             raise UsageError("a trial that has not trained has nothing to save")
-        shutil.copyfile(self._run.checkpoint(), Path(checkpoint_dir) / FILE_NAME)
+        copy_newest(self._run.checkpoint().parent, Path(checkpoint_dir))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """The next step goes on from there. Tune may take the directory away, so that it is copied."""
         self.cleanup()
         self._resume_from = _new(self._beside(), f"{self.trial_id}-restored")
         self._resume_from.mkdir(parents=True)
-        shutil.copyfile(Path(checkpoint) / FILE_NAME, self._resume_from / FILE_NAME)
+        copy_newest(Path(checkpoint), self._resume_from)
 
     def cleanup(self) -> None:
         if self._run is not None:

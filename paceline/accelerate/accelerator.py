@@ -17,8 +17,8 @@ from paceline.accelerate.group import join_group
 from paceline.accelerate.loader import TrainingLoader
 from paceline.accelerate.weights import apart, load_weights
 from paceline.errors import UsageError
-from paceline.running.frameworks import require_possible
-from paceline.training.sharding import RoundBatches, ShardedLoader
+from paceline.running.frameworks import begin, require_possible
+from paceline.training.sharding import RoundBatches
 
 _FILE = "paceline.bin"
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -70,7 +70,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise UsageError(f"{self.distributed_type} is a strategy of its own; leave its plugin out")
         if self.split_batches or self.dispatch_batches:
             raise UsageError("split_batches, dispatch_batches: each worker takes batches of its own; leave them out")
-        self._training: TrainingLoader | None = None
+        self.training_loader: TrainingLoader | None = None
+        """Whose optimizers exchange, from `prepare` on."""
         self.rounds: RoundBatches | None = None
         """The training data where there are clients, from `prepare` on."""
         self._beside: tuple[nn.Module | Optimizer, ...] = ()
@@ -88,7 +89,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         models = [thing for thing in things if isinstance(thing, nn.Module)] or list(self._models)
         replaced: dict[int, Any] = {}
         if optimizers and (loaders or not all(id(optimizer) in self._known for optimizer in optimizers)):
-            if not models or not loaders or self._training is not None:
+            if not models or not loaders or self.training_loader is not None:
                 raise UsageError(
                     "give prepare all optimizers at once, with the training DataLoader, and after or with their "
                     "models: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
@@ -106,20 +107,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._beside = ()
 
     def _begin(self, models: list[nn.Module], optimizers: list[Optimizer], loader: DataLoader[Any]) -> TrainingLoader:
-        named: dict[str, list[Any]] = {"model": models, "optimizer": optimizers}
-        given = {
-            kind if len(things) == 1 else f"{kind}_{number}": thing
-            for kind, things in named.items()
-            for number, thing in enumerate(things)
-        }
-        *_, prepared = self._worker.prepare(**given, loader=loader)
+        batches = begin(self._worker, models, optimizers, loader)
         self._known = {id(optimizer) for optimizer in optimizers}
-        batches = cast(ShardedLoader, prepared)
-        if batches.roster is not None:
-            self.rounds = RoundBatches(batches, size=self._worker.size, is_over=lambda: self._worker.is_over)
+        self.rounds = batches if isinstance(batches, RoundBatches) else None
         device = self.device if self.device_placement else None
-        self._training = TrainingLoader(batches if self.rounds is None else self.rounds, device)
-        return self._training
+        self.training_loader = TrainingLoader(batches, device)
+        return self.training_loader
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -189,7 +182,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @contextmanager
     def global_model(self) -> Iterator[None]:
         """Inside, prepared models are what the strategy evaluates and saves, on every worker. Collective call."""
-        if self._training is None:
+        if self.training_loader is None:
             yield
             return
         with self.meeting("accelerator.global_model"), self._worker.global_model():
@@ -214,11 +207,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.rounds.begin_at()
         self._loads_from = None
         super().load_state(*arguments, **settings)
-        if self._training is not None and self._loads_from is not None:
+        if self.training_loader is not None and self._loads_from is not None:
             self._worker.load_run_state(self._loads_from.read_bytes())
 
     def _save_run(self, models: Any, weights: Any, directory: str) -> None:
-        if self._training is not None and (state := self._worker.run_state()):
+        if self.training_loader is not None and (state := self._worker.run_state()):
             (Path(directory) / _FILE).write_bytes(state)
 
     def _find_run(self, models: Any, directory: str) -> None:

@@ -41,6 +41,16 @@ class TrainingBatches(StandIn):
         """See `state_dict`."""
 
 
+_WHOLE = {
+    "fast_dev_run": False,  # first: it sets others of these
+    "limit_train_batches": 1.0,
+    "overfit_batches": 0.0,
+    "val_check_interval": 1.0,
+    "max_steps": -1,
+}
+"""What the Trainer must say for whole rounds."""
+
+
 @final
 class Rounds(StandIn):
     """Tells Lightning, where an epoch begins, how many batches this worker has in its round.
@@ -53,8 +63,7 @@ class Rounds(StandIn):
     """
 
     def __init__(self, loader: RoundBatches, trainer: Any, *, on_end: Callable[[], None]) -> None:
-        whole = {"limit_train_batches": 1.0, "overfit_batches": 0.0, "val_check_interval": 1.0, "max_steps": -1}
-        for name, value in whole.items():
+        for name, value in _WHOLE.items():
             if getattr(trainer, name) != value:
                 raise UsageError(
                     f"Trainer({name}=...) does not go with clients, whose round is an epoch: leave "

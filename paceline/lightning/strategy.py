@@ -12,7 +12,7 @@ import paceline
 from paceline.errors import UsageError
 from paceline.lightning.batches import Rounds, TrainingBatches
 from paceline.lightning.world import WorldBody
-from paceline.running.frameworks import require_possible, require_strategy
+from paceline.running.frameworks import begin, require_possible, require_strategy
 from paceline.training.sharding import RoundBatches, ShardedLoader
 
 _KEY = "paceline"
@@ -105,21 +105,16 @@ class StrategyBody(WorldBody):
     def _begun(self, dataloader: Any) -> Any:
         """Prepare, now that there are optimizers; returns what Lightning is to loop over."""
         trainer = self.lightning_module.trainer
-        if len(self.optimizers) == 1:
-            named: dict[str, Any] = {"optimizer": self.optimizers[0]}
-        else:
-            named = {f"optimizer_{number}": optimizer for number, optimizer in enumerate(self.optimizers)}
-        *_, prepared = self._worker.prepare(model=self.lightning_module, **named, loader=dataloader)
+        batches = begin(self._worker, [self.lightning_module], self.optimizers, dataloader)
         self._is_prepared = True
-        loader = cast(ShardedLoader, prepared)
-        if loader.roster is not None:
-            self._rounds = RoundBatches(loader, size=self._worker.size, is_over=lambda: self._worker.is_over)
+        if isinstance(batches, RoundBatches):
+            self._rounds = batches
             if self._loaded is not None:
-                self._rounds.begin_at()
-            return Rounds(self._rounds, trainer, on_end=self._stop_if_over)
+                batches.begin_at()
+            return Rounds(batches, trainer, on_end=self._stop_if_over)
         if self._loaded is not None:
             self._worker.load_run_state(self._loaded.numpy().tobytes())
-        return TrainingBatches(loader, trainer, on_end=self._stop_if_over)
+        return TrainingBatches(batches, trainer, on_end=self._stop_if_over)
 
     def training_step(self, *arguments: Any, **settings: Any) -> Any:
         self._is_in_step = True
@@ -162,6 +157,13 @@ class StrategyBody(WorldBody):
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
+
+    def load_model_state_dict(self, *arguments: Any, **settings: Any) -> None:
+        """After training, `test(ckpt_path="best")` and the like are of what they load; then the workers' models are
+        back, which the strategy goes by."""
+        if self._is_prepared:
+            self._in_place.enter_context(self._global_model())
+        super().load_model_state_dict(*arguments, **settings)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self._is_prepared:

@@ -1,9 +1,17 @@
-"""What a framework with a training loop of its own cannot follow, said before it begins."""
+"""How a framework with a training loop of its own begins, and which runs it cannot follow."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from paceline.engines.world import current
 from paceline.errors import UsageError
 from paceline.strategies import build, name_of
 from paceline.strategies.base import Strategy
+from paceline.training.sharding import RoundBatches, ShardedLoader
 from paceline.training.worker import Worker
 
 
@@ -30,3 +38,20 @@ def require_strategy(worker: Worker, wanted: str | None) -> None:
             f"the script asks for {wanted}, and is started under {name_of(worker.strategy)}: start it by `paceline run "
             f"SCRIPT --strategy {wanted} --workers N`, or name no strategy in the script, which takes the run's"
         )
+
+
+def begin(
+    worker: Worker, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], loader: DataLoader[Any]
+) -> ShardedLoader | RoundBatches:
+    """Prepare what the framework trains. Returns the training batches, by rounds where there are clients."""
+    kinds: dict[str, Sequence[Any]] = {"model": models, "optimizer": optimizers}
+    named = {
+        kind if len(things) == 1 else f"{kind}_{number}": thing
+        for kind, things in kinds.items()
+        for number, thing in enumerate(things)
+    }
+    *_, prepared = worker.prepare(**named, loader=loader)
+    batches = cast(ShardedLoader, prepared)
+    if batches.roster is None:
+        return batches
+    return RoundBatches(batches, size=worker.size, is_over=lambda: worker.is_over)

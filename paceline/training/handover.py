@@ -49,8 +49,10 @@ class Handover:
 
     @contextmanager
     def _as_on_the_first(self, model: nn.Module) -> Iterator[None]:
-        """Servers have given it to the first worker alone; others have what their last answer held."""
-        if self._run.traits.lock_step or self._run.context.size == 1:
+        """Servers have given it to the first worker alone, which has its own again afterwards; others have what their
+        last answer held, and so have they."""
+        traits = self._run.traits
+        if (traits.lock_step and not traits.servers_own_model) or self._run.context.size == 1:
             yield
             return
         tensors = [*(parameter.data for _, parameter in named_parameters_of(model)), *model.buffers()]

@@ -64,7 +64,13 @@ class TrainerBody(_Base):  # type: ignore[misc]
         self.create_optimizer()
         with self.accelerator.training(self.model, self.optimizer):
             loader = super().get_train_dataloader()
-        if self.args.average_tokens_across_devices and self._counts_tokens() and not loader.is_even:
+        batches = self.accelerator.training_loader
+        if batches is None:
+            raise UsageError(
+                "the Trainer's own get_train_dataloader returns a loader that the run knows nothing of: let it return "
+                "self.accelerator.prepare(loader), of a DataLoader over the whole data, which the run divides"
+            )
+        if self.args.average_tokens_across_devices and self._counts_tokens() and not batches.is_even:
             raise UsageError(
                 "average_tokens_across_devices counts all workers' tokens alike, and the last batch of an epoch is "
                 "smaller on some; set dataloader_drop_last=True, or average_tokens_across_devices=False"

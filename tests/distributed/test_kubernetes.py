@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import secrets
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from ray.cluster_utils import Cluster
 
 from paceline.engines.ray.tokens import own_token
-from tests.distributed.harness import PACELINE
+from tests import apart
+from tests.distributed.harness import PACELINE, SCRIPTS
 from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.ray,
     pytest.mark.skipif(
-        importlib.util.find_spec("aiohttp_cors") is None,
-        reason="ray[default] is not installed, whose dashboard takes jobs (the extra kubernetes-test)",
+        apart.python_of("ray-default") is None,
+        reason="there is no ray[default], whose dashboard takes jobs: `python tests/apart.py ray-default`",
     ),
 ]
-RAY = f"{shlex.quote(sys.executable)} -m ray.scripts.scripts"
+PYTHON = str(apart.python_of("ray-default"))
+RAY = f"{shlex.quote(PYTHON)} -m ray.scripts.scripts"
 ODD = ["$(RAY_JOB_ID) $$", 'it\'s \\ a\n"line"', "*", "--", "-x"]
 SCRIPT = """
 import sys, torch, paceline
@@ -50,23 +49,21 @@ if "fail" in sys.argv:
 
 @pytest.fixture(scope="module")
 def dashboard() -> Iterator[str]:
-    """Of a head without cores and a host with two, with a token, as KubeRay starts them."""
+    """Of a Ray with a token, where jobs find `paceline`."""
     port = free_port()
-    node = {"object_store_memory": 80_000_000}
-    before = os.environ["PATH"]
-    os.environ["PATH"] = f"{Path(PACELINE).parent}{os.pathsep}{before}"  # of the image, where `paceline` is
-    with own_token():
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={**node, "num_cpus": 0, "include_dashboard": True, "dashboard_port": port},
-        )
-        try:
-            cluster.add_node(num_cpus=2, **node)
-            cluster.wait_for_nodes()
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            cluster.shutdown()
-            os.environ["PATH"] = before
+    path = f"{Path(PACELINE).parent}{os.pathsep}{os.environ['PATH']}"
+    command = [PYTHON, str(SCRIPTS / "takes_jobs.py"), str(port)]
+    pipe = subprocess.PIPE
+    with (
+        own_token(),
+        subprocess.Popen(command, env={**os.environ, "PATH": path}, stdin=pipe, stdout=pipe, text=True) as ray,
+    ):
+        assert ray.stdin is not None
+        assert ray.stdout is not None
+        assert "takes jobs\n" in iter(ray.stdout.readline, "")
+        yield f"http://127.0.0.1:{port}"
+        ray.stdin.close()
+        assert ray.wait(timeout=100) == 0
 
 
 def submit(dashboard: str, home: Path, *arguments: str) -> str:

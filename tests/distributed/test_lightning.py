@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed (paceline[frameworks])"),
 ]
 SAMPLES, GLOBAL_BATCH, EPOCHS = 64, 16, 3
-RECIPES = Path(__file__).parents[2] / "recipes" / "frameworks"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 PACKAGES = {"lightning.pytorch": "paceline.lightning", "pytorch_lightning": "paceline.lightning.pytorch_lightning"}
 LOCK_STEP = ("all-reduce", "ps-bsp:servers=2", "ring")
@@ -112,6 +112,7 @@ def fit(
     resumes: Path | None = None,
     patience: int | None = None,
     asks_for: str | None = None,
+    looks_at: str | None = None,
     **module: Any,
 ) -> None:
     """The script of a run, or of one process without Paceline. What came out is in `found-RANK.json`."""
@@ -136,8 +137,12 @@ def fit(
         "tested": tested,
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
+        "looked_at": [],
         "world": [trainer.world_size, trainer.global_rank, trainer.node_rank, trainer.num_nodes],
     }
+    if looks_at is not None:
+        for path in (out / looks_at, None):
+            found["looked_at"] += trainer.validate(model, loaders[1], ckpt_path=path, verbose=False)
     (out / f"found-{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
@@ -198,6 +203,17 @@ def test_workers_that_run_free_validate_and_save_one_model(strategy: str, tmp_pa
     model = made("lightning.pytorch")
     model.load_state_dict(saved)
     assert loss_of(model) == pytest.approx(found["tested"]["val_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["ps-asp", "ps-bsp", "gossip", "local-sgd:every=2"])
+def test_a_checkpoint_that_is_looked_at_after_training_leaves_what_was_trained(strategy: str, tmp_path: Path) -> None:
+    found = trained(tmp_path, strategy, saves_every=6, looks_at="step=6.ckpt")
+    saved, after = found["looked_at"]
+    model = made("lightning.pytorch")
+    model.load_state_dict(torch.load(tmp_path / "step=6.ckpt", weights_only=True)["state_dict"])
+    assert loss_of(model) == pytest.approx(saved["val_loss"], rel=1e-4)
+    assert saved["val_loss"] != found["tested"]["val_loss"]
+    assert after == found["tested"]
 
 
 @pytest.mark.parametrize(
@@ -271,6 +287,12 @@ def test_lightning_alone_goes_on_from_what_servers_held(tmp_path: Path) -> None:
     assert_alike(resumed, alone(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp", "local-sgd:every=4"])
+def test_a_trial_of_two_batches(strategy: str, tmp_path: Path) -> None:
+    found = trained(tmp_path, strategy, {"fast_dev_run": 2})
+    assert (found["steps"], found["epochs"]) == (2, 1)
+
+
 @pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
 def test_the_runs_budget_ends_the_trainer(strategy: str, tmp_path: Path) -> None:
     found = trained(tmp_path, strategy, {"max_epochs": -1}, max_steps=10)
@@ -285,6 +307,7 @@ def test_the_runs_budget_ends_the_trainer(strategy: str, tmp_path: Path) -> None
         ("ps-asp", {}, {"asks_for": "ps-ssp"}, "--strategy ps-ssp"),
         ("fed-avg:clients=2:fraction=0.5", {}, {}, "has no client for rank 1"),
         ("fed-avg:clients=2:fraction=1", {"val_check_interval": 2}, {}, "a number of rounds"),
+        ("fed-avg:clients=2:fraction=1", {"fast_dev_run": True}, {}, r"fast_dev_run=.* give max_epochs"),
         ("all-reduce", {"devices": 3}, {}, "--workers"),
         ("all-reduce", {"num_nodes": 2}, {}, "leave it out"),
         ("all-reduce", {"sync_batchnorm": True}, {}, "leave it out"),
@@ -299,12 +322,12 @@ def test_what_cannot_be_honoured_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "strategy"),
+    ("example", "strategy"),
     [("lightning_text", "ps-asp"), ("accelerate_text", "local-sgd:every=8"), ("trainer_text", "local-sgd:every=8")],
 )
 @pytest.mark.usefixtures("forked_programs")
-def test_recipes(recipe: str, strategy: str, tmp_path: Path) -> None:
-    command = ["paceline", "run", str(RECIPES / f"{recipe}.py"), "--strategy", strategy, "--workers", "2"]
+def test_examples(example: str, strategy: str, tmp_path: Path) -> None:
+    command = ["paceline", "run", str(EXAMPLES / f"{example}.py"), "--strategy", strategy, "--workers", "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (accuracy,) = re.findall(r"accuracy (\S+) .*on 2 workers", done.stdout + done.stderr)

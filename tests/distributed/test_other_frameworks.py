@@ -1,14 +1,12 @@
 """Loops in JAX and Keras train alike on two workers and in one process; TensorFlow's arrays are exchanged as such.
 
-TensorFlow is taken from here where it is installed, or from another environment of the same Python, whose folder of
-packages PACELINE_TENSORFLOW names: `PACELINE_TENSORFLOW=ENVIRONMENT/lib/python3.11/site-packages`.
+TensorFlow has an environment of its own (tests/apart.py).
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,9 @@ import numpy as np
 import pytest
 
 from paceline.data import load
-from tests.distributed.harness import PACELINE
+from tests import apart
+from tests.distributed.harness import COLD, PACELINE, SCRIPTS
+from tests.distributed.scripts.side_by_side import LR, global_batches
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "other_frameworks"
 CLOSE = {"atol": 1e-5, "rtol": 0.0}
@@ -29,10 +29,9 @@ pytestmark = [
     pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed (paceline[frameworks])"),
 ]
 needs_keras = pytest.mark.skipif(find_spec("keras") is None, reason="Keras is not installed (paceline[frameworks])")
-ELSEWHERE = os.environ.get("PACELINE_TENSORFLOW")
+TENSORFLOW = apart.python_of("tensorflow")
 needs_tensorflow = pytest.mark.skipif(
-    find_spec("tensorflow") is None and ELSEWHERE is None,
-    reason="TensorFlow is not installed, and PACELINE_TENSORFLOW is not set: the packages of one that has it",
+    TENSORFLOW is None, reason="there is no TensorFlow: `python tests/apart.py tensorflow`, or `make test-slow`"
 )
 loads_for_minutes = pytest.mark.timeout(1300)  # where others have the cores
 tensorflow = pytest.param("tensorflow", marks=[needs_tensorflow, loads_for_minutes])
@@ -40,16 +39,14 @@ backends = pytest.mark.parametrize("backend", ["torch", "jax", tensorflow])
 
 
 def ran(script: Path, *options: str, workers: int, backend: str = "jax", cwd: Path) -> str:
-    """What it says. TensorFlow is slow to load, and no fork's: one process has all workers."""
-    paceline, python, engine = "paceline", "python", list[str]()
+    """What it says. What uses TensorFlow starts cold, and in a Ray of its own."""
+    python, paceline, environment = ["python"], ["paceline"], {**os.environ, "KERAS_BACKEND": backend}
     if backend == "tensorflow":
-        paceline, python, engine = PACELINE, sys.executable, ["--engine", "virtual", "--cluster", "lab-1gbe"]
-    launched = [paceline, "run", str(script), "--strategy", "all-reduce", "--workers", str(workers), *engine, "--"]
-    command = launched if workers > 1 else [python, str(script)]
-    environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    if backend == "tensorflow" and ELSEWHERE is not None:  # behind the packages of this environment
-        (cwd / "sitecustomize.py").write_text(f"import sys\n\nsys.path.append({ELSEWHERE!r})\n")
-        environment["PYTHONPATH"] = os.pathsep.join([str(cwd), *filter(None, [os.environ.get("PYTHONPATH")])])
+        assert TENSORFLOW is not None
+        python, paceline = [TENSORFLOW], [TENSORFLOW, PACELINE]
+        environment |= {"TF_CPP_MIN_LOG_LEVEL": "3", **COLD}
+    launched = [*paceline, "run", str(script), "--strategy", "all-reduce", "--workers", str(workers), "--"]
+    command = launched if workers > 1 else [*python, str(script)]
     done = subprocess.run(
         [*command, *options], env=environment, cwd=cwd, capture_output=True, text=True, timeout=600, check=False
     )
@@ -62,6 +59,10 @@ def trained(script: str, *options: str, workers: int, backend: str = "jax", cwd:
     path = cwd / f"{workers}.npz"
     own = ["--epochs", str(EPOCHS), "--global-batch", str(GLOBAL_BATCH), "--save", str(path), *options]
     ran(RECIPES / script, *own, workers=workers, backend=backend, cwd=cwd)
+    return arrays_in(path)
+
+
+def arrays_in(path: Path) -> list[Any]:
     with np.load(path) as saved:
         return [saved[name] for name in saved.files]
 
@@ -141,16 +142,6 @@ def test_tensorflow_s_arrays_come_back_as_such(tmp_path: Path) -> None:
     assert said.count("exchanged 2") == 2
 
 
-@needs_keras
-@needs_tensorflow
-@loads_for_minutes
-def test_models_that_meet_at_each_step_in_keras_on_tensorflow_are_that_of_one_process(tmp_path: Path) -> None:
-    """Momentum is linear in the gradients, so that its means are those of one process, too."""
-    assert_close(
-        *(trained("keras_mnist.py", "--every", "1", workers=w, backend="tensorflow", cwd=tmp_path) for w in (2, 1))
-    )
-
-
 def test_local_updates_in_jax_are_those_of_two_models_side_by_side(tmp_path: Path) -> None:
     import jax
 
@@ -160,10 +151,11 @@ def test_local_updates_in_jax_are_those_of_two_models_side_by_side(tmp_path: Pat
     x, y = data.train[:][0].flatten(1).numpy(), data.train[:][1].numpy()
     both = [recipe.initial(x.shape[1], data.num_classes)] * 2
     velocities = [jax.tree.map(np.zeros_like, both[0])] * 2
-    for number, batches in enumerate(global_batches(len(x)), 1):
+    steps = global_batches(len(x), epochs=EPOCHS, global_batch=GLOBAL_BATCH)
+    for number, batches in enumerate(steps, 1):
         for rank, own in enumerate(batches):
             gradient = jax.grad(recipe.loss)(both[rank], x[own], y[own])
-            both[rank], velocities[rank] = recipe.update(both[rank], velocities[rank], gradient, 0.05, 0.9)
+            both[rank], velocities[rank] = recipe.update(both[rank], velocities[rank], gradient, LR, 0.9)
         if number % EVERY == 0:
             both = [jax.tree.map(lambda one, other: (one + other) / 2, *both)] * 2
     mean = jax.tree.map(lambda one, other: (one + other) / 2, *both)
@@ -171,35 +163,14 @@ def test_local_updates_in_jax_are_those_of_two_models_side_by_side(tmp_path: Pat
     assert_close(actual, [np.asarray(leaf) for leaf in jax.tree.leaves(mean)])
 
 
-def global_batches(num_samples: int) -> list[list[Any]]:
-    """Each rank's indices, step by step."""
-    orders = [np.random.default_rng(epoch).permutation(num_samples) for epoch in range(EPOCHS)]
-    starts = range(0, num_samples - GLOBAL_BATCH + 1, GLOBAL_BATCH)
-    return [np.split(order[start : start + GLOBAL_BATCH], 2) for order in orders for start in starts]
-
-
 @needs_keras
-def test_local_updates_in_keras_are_those_of_two_models_side_by_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
-    import keras
-
-    from recipes.other_frameworks import keras_mnist as recipe
-
-    data = load("digits")
-    x, y = data.train[:][0].flatten(1).numpy(), data.train[:][1].numpy()
-    models = [recipe.build(x.shape[1], data.num_classes) for _ in range(2)]
-    optimizers = [keras.optimizers.SGD(0.05, momentum=0.9) for _ in models]
-    batches = global_batches(len(x))
-    for number, each in enumerate(batches, 1):
-        for model, optimizer, own in zip(models, optimizers, each, strict=True):
-            optimizer.apply(recipe.gradients_of_jax(model, x[own], y[own]), model.trainable_variables)
-        if number % EVERY == 0 or number == len(batches):
-            mean = [(one + other) / 2 for one, other in zip(*(model.get_weights() for model in models), strict=True)]
-            for model in models:
-                model.set_weights(mean)
-    assert_close(trained("keras_mnist.py", "--every", str(EVERY), workers=2, cwd=tmp_path), mean)
+@backends
+def test_local_updates_in_keras_are_those_of_two_models_side_by_side(backend: str, tmp_path: Path) -> None:
+    path = tmp_path / "side-by-side.npz"
+    settings = [str(EVERY), str(EPOCHS), str(GLOBAL_BATCH), str(path)]
+    ran(SCRIPTS / "side_by_side.py", *settings, workers=1, backend=backend, cwd=tmp_path)
+    found = trained("keras_mnist.py", "--every", str(EVERY), workers=2, backend=backend, cwd=tmp_path)
+    assert_close(found, arrays_in(path))
 
 
 FIT = """
@@ -230,8 +201,7 @@ def test_fit_with_models_that_meet_at_each_batch_is_synchronous(backend: str, tm
     found = []
     for workers in (2, 1):
         ran(script, workers=workers, backend=backend, cwd=tmp_path)
-        with np.load(f"{path}{workers}.npz") as saved:
-            found.append([saved[name] for name in saved.files])
+        found.append(arrays_in(Path(f"{path}{workers}.npz")))
     assert_close(*found)
 
 

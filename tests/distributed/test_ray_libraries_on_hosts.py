@@ -46,7 +46,7 @@ def test_workers_on_two_hosts_train_as_one_process(hosts: Network, tmp_path: Pat
     options = ["--workers", "2", "--dataset", "digits", "--epochs", "3", "--address", address, "--out", str(out)]
     hosts.run(hosts.hosts[0], [str(hosts.programs / "python"), str(RECIPE), *options], timeout_s=600)
     assert Result.open(out).metrics["accuracy"] > 0.85
-    script = RECIPE.parent / "frameworks" / "accelerate_text.py"  # which asks for the first worker's address
+    script = RECIPE.parents[1] / "examples" / "accelerate_text.py"  # which asks for the first worker's address
     options = [
         "--strategy",
         "all-reduce",

@@ -338,6 +338,29 @@ def train_without_its_end(out: Path) -> None:
     trainer.train()
 
 
+def train_on_a_loader_of_its_own(out: Path, *, is_prepared: bool) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from paceline.transformers import PacelineCallback
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            loader = DataLoader(self.train_dataset, batch_size=GLOBAL_BATCH // 2)
+            return self.accelerator.prepare(loader) if is_prepared else loader
+
+    settings: dict[str, Any] = {"use_cpu": True, "report_to": [], "num_train_epochs": 1, "save_strategy": "no"}
+    trainer = Own(model=TokenTagger(), args=TrainingArguments(str(out), **settings), train_dataset=Samples(SAMPLES))
+    trainer.add_callback(PacelineCallback(trainer))
+    trainer.train()
+    (out / "steps").write_text(str(trainer.state.global_step))
+
+
+def test_a_loader_of_the_trainers_own_is_divided_where_it_is_prepared(tmp_path: Path) -> None:
+    script = partial(train_on_a_loader_of_its_own, tmp_path, is_prepared=True)
+    local_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
+    assert (tmp_path / "steps").read_text() == str(SAMPLES // GLOBAL_BATCH)
+
+
 @pytest.mark.parametrize(
     ("strategy", "script", "says"),
     [
@@ -346,6 +369,11 @@ def train_without_its_end(out: Path) -> None:
         ("fed-avg:clients=4:fraction=0.5", train, "a whole number of rounds"),
         ("fed-avg:clients=6:fraction=0.5:sampler=poisson", partial(train, **ROUNDS), "round 3 has no client for rank"),
         ("all-reduce", train_without_its_end, "trainer.add_callback"),
+        (
+            "all-reduce",
+            partial(train_on_a_loader_of_its_own, is_prepared=False),
+            r"self\.accelerator\.prepare\(loader\)",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(strategy: str, script: Any, says: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ray Tune's own Tuner on two cores, whose trials are runs."""
+"""Ray Tune's own Tuner on two cores, whose trials are runs; and the examples of Ray's libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,19 @@ pytestmark = [
 ]
 SCRIPT = """
 import argparse, pathlib, time, torch, paceline
+from paceline.nn import ShardedEmbedding
 from torch.utils.data import DataLoader, TensorDataset
+
+
+class Model(torch.nn.Module):
+    def __init__(self, has_rows):
+        super().__init__()
+        self.line = torch.nn.Linear(4, 1)
+        table = {"optimizer": "row-wise-adagrad:lr=0.1", "name": "users"}
+        self.table = ShardedEmbedding(2**40, 4, **table) if has_rows else None
+
+    def forward(self, x, keys):
+        return self.line(x if self.table is None else x + self.table(keys))
 
 
 def train(config):
@@ -32,17 +44,18 @@ def train(config):
     torch.manual_seed(1)
     x = torch.randn(64, 4)
     y = x @ torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-    model = torch.nn.Linear(4, 1)
+    keys = torch.arange(64) % 16 * 2**30
+    model = Model(config.get("rows"))
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
-    data = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+    data = DataLoader(TensorDataset(x, keys, y), batch_size=8, shuffle=True)
     model, optimizer, data = worker.prepare(model, optimizer, data)
     threads = torch.get_num_threads()
-    worker.evaluation(lambda model: {"loss": float((model(x) - y).square().mean()), "threads": threads})
+    worker.evaluation(lambda model: {"loss": float((model(x, keys) - y).square().mean()), "threads": threads})
     steps, has_failed = 0, pathlib.Path("has_failed")
     while not worker.is_over:
-        for inputs, wanted in data:
+        for inputs, some, wanted in data:
             optimizer.zero_grad()
-            (model(inputs) - wanted).square().mean().backward()
+            (model(inputs, some) - wanted).square().mean().backward()
             optimizer.step()
             time.sleep(config.get("pause_s", 0.0))
             steps += 1
@@ -55,6 +68,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float)
     parser.add_argument("--fail-at", type=int)
+    parser.add_argument("--rows", type=int)
     train({name.replace("_", "-"): value for name, value in vars(parser.parse_args()).items()})
 """
 TUNE = """
@@ -67,6 +81,7 @@ from paceline.tune import trainable
 from script import train
 
 STORAGE = str(Path("storage").resolve())
+FILES = {"option.table_dir": str(Path("tables").resolve()), "option.table_mbytes": 1}  # rows lie beside checkpoints
 
 
 def rows(results):
@@ -102,7 +117,7 @@ found = {"stopping": list(rows(stopping.fit())), "actors": actors()}
 runs = trainable("script.py", eval_every=4, max_steps=24, strategy="ps-bsp", cpus=0.5)
 failing = tune.Tuner(
     runs,
-    param_space={"lr": 0.05, "fail-at": tune.grid_search([0, 14]), "option.servers": 1},
+    param_space={"lr": 0.05, "rows": 1, "fail-at": tune.grid_search([0, 14]), "option.servers": 1, **FILES},
     run_config=run_config("failing"),
 )
 found["failing"] = list(rows(failing.fit()))
@@ -110,7 +125,7 @@ restored = tune.Tuner.restore(f"{STORAGE}/failing", runs, resume_errored=True)
 found["restored"] = list(rows(restored.fit()))
 Path("found.json").write_text(json.dumps(found))
 """
-RECIPE = Path(__file__).parents[2] / "recipes" / "frameworks" / "tune_text.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -183,13 +198,25 @@ def test_a_restored_trial_goes_on_as_if_nothing_had_happened(found: Any) -> None
     assert restored["iteration"] == sorted(set(restored["iteration"]))  # it did not begin again
     assert len(restored["iteration"]) > len(failed["iteration"])
     assert restored["iteration"][-1] == 24
-    assert restored["loss"][-1] == whole["loss"][-1]
+    assert restored["loss"][-1] == whole["loss"][-1]  # of the table's rows, too
 
 
-def test_the_recipe_finds_a_good_learning_rate(tmp_path: Path, cluster: str, program_forks: str) -> None:
+def test_the_example_finds_a_good_learning_rate(tmp_path: Path, cluster: str, program_forks: str) -> None:
+    example = str(EXAMPLES / "tune_text.py")
     said = re.search(
         r"accuracy (\S+) by .*'lr': 0.3",
-        output_of(tmp_path, cluster, program_forks, str(RECIPE), "--steps", "100", "--strategies", "all-reduce"),
+        output_of(tmp_path, cluster, program_forks, example, "--steps", "100", "--strategies", "all-reduce"),
     )
     assert said is not None
     assert float(said[1]) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("example", "options"), [("ray_data_text.py", ["--strategy", "ps-asp"]), ("ray_train_text.py", [])]
+)
+def test_examples_of_ray_s_other_libraries(
+    example: str, options: list[str], tmp_path: Path, cluster: str, program_forks: str
+) -> None:
+    said = output_of(tmp_path, cluster, program_forks, str(EXAMPLES / example), *options)
+    (accuracy,) = re.findall(r"accuracy (\S+) on \d workers", said)
+    assert float(accuracy) > 0.9

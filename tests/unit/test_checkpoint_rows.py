@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from torch import nn
 
 from paceline import durable, sealing
 from paceline.checkpoint import FILE_NAME, Checkpoint, DamagedCheckpoint
-from paceline.checkpoint_files import CheckpointFiles
+from paceline.checkpoint_files import CheckpointFiles, copy_newest
 from paceline.config import Best
 from paceline.errors import UsageError
 from paceline.row_file import RowFile
@@ -53,6 +54,51 @@ def refuse(number: int) -> Any:
         raise OSError(number, os.strerror(number))
 
     return refused
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_copy_has_the_rows_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    if not links:
+        monkeypatch.setattr(os, "link", refuse(errno.EXDEV))
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    for directory in (run, copy):
+        directory.mkdir()
+    for iteration in (1, 2):
+        CheckpointFiles(run).write([saved(run, iteration)])
+    copy_newest(run, copy)
+    shutil.rmtree(run)
+    assert resuming.find(copy).checkpoint.iteration == 2  # with all that it names, whole
+    assert rows_in(copy) == {"rows-2-0123abcd"}
+
+
+def test_a_copy_of_a_run_that_goes_on_is_of_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    for directory in (run, copy):
+        directory.mkdir()
+    CheckpointFiles(run).write([saved(run, 1)])
+    copied = shutil.copyfile
+
+    def goes_on(source: Any, target: Any) -> Any:
+        made = copied(source, target)
+        monkeypatch.setattr(shutil, "copyfile", copied)
+        for iteration in (2, 3):
+            CheckpointFiles(run).write([saved(run, iteration)])
+        return made
+
+    monkeypatch.setattr(shutil, "copyfile", goes_on)
+    copy_newest(run, copy)
+    assert resuming.find(copy).checkpoint.iteration == 3
+    assert rows_in(copy) == {"rows-3-0123abcd"}
+
+
+def test_a_copy_without_the_rows_is_none(tmp_path: Path) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    for directory in (run, copy):
+        directory.mkdir()
+    CheckpointFiles(run).write([saved(run, 1)])
+    shutil.rmtree(run / "rows-1-0123abcd")
+    with pytest.raises(FileNotFoundError, match="rows-1-0123abcd"):
+        copy_newest(run, copy)
 
 
 def test_rows_go_with_the_checkpoints_that_name_them(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Trains a text classifier with Lightning's Trainer, under any strategy.
 
-    paceline run recipes/frameworks/lightning_text.py --strategy ps-asp --workers 2
-    paceline run recipes/frameworks/lightning_text.py --strategy all-reduce --workers 2 -- --resume RUN/last.ckpt
+    paceline run examples/lightning_text.py --strategy ps-asp --workers 2
+    paceline run examples/lightning_text.py --strategy all-reduce --workers 2 -- --resume RUN/last.ckpt
 
 Needs `pip install paceline[frameworks]`.
 """

@@ -1,6 +1,6 @@
 """Trains a small transformer that classifies text with Transformers' Trainer, under any strategy.
 
-    paceline run recipes/frameworks/trainer_text.py --strategy local-sgd:every=8 --workers 2
+    paceline run examples/trainer_text.py --strategy local-sgd:every=8 --workers 2
 
 Needs `pip install paceline[frameworks]`. The model begins from random weights: nothing is downloaded.
 """

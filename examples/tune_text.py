@@ -1,6 +1,6 @@
 """Ray Tune looks for the strategy and the learning rate that suit a text classifier, and stops poor trials early.
 
-    RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(openssl rand -hex 32) python recipes/frameworks/tune_text.py
+    RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(openssl rand -hex 32) python examples/tune_text.py
 
 Needs `pip install paceline[ray-data]`.
 """

@@ -1,6 +1,6 @@
 """Trains a text classifier in a loop of Accelerate's, under any strategy.
 
-    paceline run recipes/frameworks/accelerate_text.py --strategy local-sgd:every=8 --workers 2
+    paceline run examples/accelerate_text.py --strategy local-sgd:every=8 --workers 2
 
 Needs `pip install paceline[frameworks]`.
 """

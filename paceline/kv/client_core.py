@@ -17,7 +17,7 @@ from paceline.kv.range_clocks import RangeClock
 from paceline.kv.requests import Keys, Request, require_ascending, unpack_pairs, unpack_values
 from paceline.kv.spec import Pairs, Spec
 from paceline.messages import Kind, Message, WireError
-from paceline.server.server_core import Send
+from paceline.server.actions import Send
 
 
 @dataclass

@@ -19,8 +19,8 @@ from paceline.kv.requests import EPOCH, Request, pack_pairs, pack_values
 from paceline.kv.rows import Rows, united
 from paceline.kv.spec import Pairs, Spec
 from paceline.messages import Kind, Message, WireError
+from paceline.server.actions import Send
 from paceline.server.admission import ProtocolError
-from paceline.server.server_core import Send
 
 _RULED = frozenset({Kind.PUSH_VALUES, Kind.PULL_VALUES})
 _KINDS = _RULED | {Kind.INIT_VALUES, Kind.READ_CLOCKS, Kind.MEET, Kind.LEAVE}

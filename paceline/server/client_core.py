@@ -27,9 +27,9 @@ from paceline.messages import (
     from_frames,
     to_frames,
 )
+from paceline.server.actions import Send
 from paceline.server.coded_push import CodedPushes, PushCoding
 from paceline.server.ranges import KeyRange, in_shards
-from paceline.server.server_core import Send
 from paceline.server.spec import Push, Reply
 from paceline.server.state import join, pack, split, unpack
 from paceline.server.windows import PIECES_UNDER_WAY, SendWindow

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from paceline.messages import Kind, Message, WireError
 from paceline.server import entries
+from paceline.server.actions import Action, Send
 from paceline.server.chains import Chain
-from paceline.server.server_core import Action, Send, ServerCore
+from paceline.server.server_core import ServerCore
 from paceline.server.shard import Closed
 
 

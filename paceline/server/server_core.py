@@ -4,34 +4,19 @@ Sans-IO: whoever carries messages calls it, gives it the time, and does what it 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from paceline.messages import (
-    ADMITTED,
-    ALL_SHARDS,
-    APART,
-    FRAME_BYTES,
-    HOLD,
-    IN_TURN,
-    STOP,
-    VOID,
-    Kind,
-    Message,
-    Raw,
-    WireError,
-    from_frames,
-)
-from paceline.records import UpdateRecord
+from paceline.messages import ALL_SHARDS, APART, FRAME_BYTES, HOLD, STOP, VOID, Kind, Message, WireError, from_frames
+from paceline.server.actions import Action, Send
 from paceline.server.admission import ProtocolError
+from paceline.server.answering import Answering, Client, with_tensors
 from paceline.server.coded_push import decode_push
 from paceline.server.part import Part, build_part, require_fitting
 from paceline.server.part_state import initialise, set_state, state_fields
 from paceline.server.ranges import in_shards
-from paceline.server.shard import Answer
 from paceline.server.spec import ServerSpec
 from paceline.server.tables.shards import TableShards
 from paceline.server.tables.storage import InMemory, Storage
@@ -40,49 +25,6 @@ from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY, AnswerWindo
 
 _ERROR_LENGTH = 4000
 _ABOUT = ("sender", "weight", "kind")  # a contribution
-
-
-class Send(NamedTuple):
-    """Send this now; of a server, to a worker."""
-
-    to: int
-    message: Message
-
-
-class Updated(NamedTuple):
-    """A shard has been updated."""
-
-    part: Part
-    num_contributions: int
-    records: Sequence[UpdateRecord]
-    """Of the server's last shard: one for each contribution."""
-    row_bytes: int = 0
-    """Read and written for rows of tables, which are updated with the last shard."""
-
-
-class BesideNext(NamedTuple):
-    """Workers elsewhere have their answers. Those on this host, which may take the core when they wake, come next."""
-
-
-Action = Send | Updated | BesideNext
-
-
-@dataclass
-class _Client:
-    """One worker, as this server sees it."""
-
-    gradients: list[list[Tensor]]
-    """For each shard: where the worker computes them if that is in reach, else where they are put as they arrive."""
-    parameters: list[list[Tensor]] | None
-    """For each shard, where the worker wants them; none if that is out of reach."""
-    is_beside: bool
-    """It is on this host, where it asks, and is answered, once for all shards."""
-    arrived_s: float = 0.0
-    """When its last request did."""
-    released_s: float = 0.0
-    """When a shard last stopped to hold an answer back."""
-    answers: dict[int, Answer] = field(default_factory=dict)
-    """Of a worker beside: what shards have answered to its request yet."""
 
 
 @final
@@ -96,23 +38,18 @@ class ServerCore:
     """
 
     def __init__(self, *, index: int, epoch: int, new_memory: Callable[[], Storage] = InMemory) -> None:
-        self.index, self.epoch = index, epoch
-        self.parts: list[Part] = []
-        self.is_in_turn = False
-        """Whether pieces pass links a few at a time: there are more, and each needs every worker's gradient."""
+        self.index = index
         self._spec: ServerSpec | None = None
-        self._clients: dict[int, _Client] = {}
+        self._tables = TableShards(new_memory)
+        window = AnswerWindow[Message](least_bytes=LEAST_ANSWERS * FRAME_BYTES)
+        self._answering = Answering(index=index, epoch=epoch, tables=self._tables, window=window)
+        self._clients = self._answering.clients
         self._pushes = WholePushes()  # where servers outlive workers
         self._outlives_workers = False
         self._gone: set[int] = set()
         self._all_parts: list[tuple[int, Part]] = []
-        self._range_bytes = 0
-        self._window: AnswerWindow[Message] = AnswerWindow(least_bytes=LEAST_ANSWERS * FRAME_BYTES)
-        self._some_read_for_themselves = False
-        self._some_are_apart = self._has_neighbour = False
         self._is_timed = False
-        self._tables = TableShards(new_memory)
-        self._handlers: dict[Kind, Callable[[_Client, Message, float], Iterator[Action]]] = {
+        self._handlers: dict[Kind, Callable[[Client, Message, float], Iterator[Action]]] = {
             Kind.INITIALISE: self._initialise,
             Kind.EXCHANGE: self._exchange,
             Kind.COUNT: self._count_held,
@@ -127,6 +64,24 @@ class ServerCore:
             Kind.SET_STATE: self._set_state,
             **dict.fromkeys(self._tables.handlers, self._about_rows),
         }
+
+    @property
+    def epoch(self) -> int:
+        """Of the membership."""
+        return self._answering.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._answering.epoch = epoch
+
+    @property
+    def parts(self) -> list[Part]:
+        return self._answering.parts
+
+    @property
+    def is_in_turn(self) -> bool:
+        """As `Answering.is_in_turn`."""
+        return self._answering.is_in_turn
 
     @property
     def iteration(self) -> int:
@@ -148,14 +103,14 @@ class ServerCore:
         rules = [spec.rule.for_another_shard() for _ in ranges]
         if self.index == 0:
             rules[-1] = spec.rule
-        self.parts = [build_part(spec, pieces, rule, memory) for pieces, rule in zip(ranges, rules, strict=True)]
-        self._all_parts = list(enumerate(self.parts))
-        self._range_bytes = sum(part.tensor_bytes for part in self.parts)
+        built = [build_part(spec, pieces, rule, memory) for pieces, rule in zip(ranges, rules, strict=True)]
+        answering, self._all_parts = self._answering, list(enumerate(built))
+        answering.parts, answering.range_bytes = built, sum(part.tensor_bytes for part in built)
         self._outlives_workers = spec.outlives_workers
         # Where a push counts whole, no piece is answered before all have come.
         needs_all = all(part.shard.needs_all for part in self.parts) and not self._outlives_workers
-        self.is_in_turn = len(self.parts) > PIECES_UNDER_WAY and needs_all
-        self._some_read_for_themselves = memory is not None
+        answering.is_in_turn = len(self.parts) > PIECES_UNDER_WAY and needs_all
+        answering.some_read_for_themselves = memory is not None
         self._is_timed = self.parts[-1].shard.rule.is_timed
         self._tables.files = spec.table_files
         self._tables.may_lend = spec.rule.is_free and not spec.outlives_workers
@@ -182,13 +137,13 @@ class ServerCore:
         def own() -> list[list[Tensor]]:
             return [[torch.zeros_like(tensor) for tensor in part.shard.parameters] for part in self.parts]
 
-        self._clients[message.sender] = _Client(
+        self._clients[message.sender] = Client(
             gradients=views(gradients) if gradients is not None else own(),
             parameters=views(parameters) if parameters is not None else None,
             is_beside=is_beside,
         )
-        self._some_are_apart |= bool(message.flags & APART)
-        self._has_neighbour |= is_beside
+        self._answering.some_are_apart |= bool(message.flags & APART)
+        self._answering.has_neighbour |= is_beside
         return {
             "follows": self.parts[-1].shard.follows,
             "is_in_turn": self.is_in_turn,
@@ -243,7 +198,7 @@ class ServerCore:
     def let_in(self, worker: int, clock: int, now_s: float) -> Iterator[Action]:
         """All servers expect the worker, the last of them at this clock, for which it pushes first."""
         for index, part in self._all_parts:
-            yield from self._answer(index, part, part.shard.begin_with(worker, clock), now_s)
+            yield from self._answering.answer(index, part, part.shard.begin_with(worker, clock), now_s)
 
     @property
     def wakes_at_s(self) -> float | None:
@@ -253,7 +208,7 @@ class ServerCore:
     def tick(self, now_s: float) -> Iterator[Action]:
         """What to do because it is that late. The shard that decides for others is the only one that looks."""
         part = self.parts[-1]
-        return self._answer(len(self.parts) - 1, part, part.shard.tick(now_s), now_s)
+        return self._answering.answer(len(self.parts) - 1, part, part.shard.tick(now_s), now_s)
 
     def failure(self, error: Exception) -> Message:
         """What the asker is told."""
@@ -280,12 +235,12 @@ class ServerCore:
         """Let go of all memory."""
         self._clients.clear()
         self._tables.close()
-        self.parts, self._all_parts = [], []
+        self._answering.parts, self._all_parts = [], []
         self._is_timed = False
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def _initialise(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+    def _initialise(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         parts = self._parts_of(message)
         for index, part in parts:
             initialise(part, message, None if client.parameters is None else client.parameters[index])
@@ -294,7 +249,7 @@ class ServerCore:
         if parts[-1][0] == len(self.parts) - 1:
             yield Send(message.sender, self.message(Kind.OK))
 
-    def _exchange(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+    def _exchange(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         client.arrived_s = now_s
         parts = self._parts_of(message)
         if client.parameters is None and not message.flags & VOID:
@@ -310,13 +265,13 @@ class ServerCore:
             parts = self._all_parts
         yield from self._count(client, message, parts, now_s)
 
-    def _count_held(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+    def _count_held(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         client.arrived_s = now_s
         push = self._pushes.held(message.sender, clock=message.clock)
         yield from self._count(client, push, self._all_parts, now_s)
 
     def _count(
-        self, client: _Client, message: Message, parts: Sequence[tuple[int, Part]], now_s: float
+        self, client: Client, message: Message, parts: Sequence[tuple[int, Part]], now_s: float
     ) -> Iterator[Action]:
         """Give these shards what has been pushed."""
         is_void, body = bool(message.flags & VOID), message.body
@@ -336,7 +291,7 @@ class ServerCore:
                 groups=part.own_groups(groups) if groups is not None else None,
                 **about,
             )
-            yield from self._answer(index, part, answers, now_s)
+            yield from self._answering.answer(index, part, answers, now_s)
         if "contributors" in body:
             yield from self._follow(client, message, now_s)
 
@@ -347,156 +302,65 @@ class ServerCore:
         else:
             decode_push(codec, message, gradients, server=self.index, shard=index)
 
-    def _follow(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+    def _follow(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         """A worker brings what the first server decided."""
         clock, contributors = message.body.get("goes_on_at"), message.body.get("contributors")
         if type(clock) is not int or not isinstance(contributors, list | tuple):
             raise WireError(f"refused {contributors!r} as those whose gradients formed the clock before {clock!r}")
         if not any(part.shard.follows for part in self.parts):
             raise ProtocolError(f"worker {message.sender} brings a decision to a server that decides for itself")
-        return self._tell_followers(message.sender, clock, contributors, now_s)
+        return self._answering.tell_followers(message.sender, clock, contributors, now_s)
 
-    def _tell_followers(self, worker: int, clock: int, contributors: Sequence[int], now_s: float) -> Iterator[Action]:
-        for index, part in self._all_parts:
-            if part.shard.follows:
-                yield from self._answer(index, part, part.shard.follow(worker, clock, contributors), now_s)
-
-    def _wait(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+    def _wait(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         client.arrived_s = now_s
         for index, part in self._parts_of(message):
             answers = part.shard.wait(message.sender, pause_at=message.pause_at)
-            yield from self._answer(index, part, answers, now_s)
+            yield from self._answering.answer(index, part, answers, now_s)
 
-    def _received(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+    def _received(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         """A worker has one of the answers that go in turn."""
-        if not self._window.answered(message.sender, now_s):
+        if not self._answering.window.answered(message.sender, now_s):
             raise WireError(f"refused word from worker {message.sender} of an answer that it was not sent")
-        return self._next_in_turn(now_s)
+        return self._answering.next_in_turn(now_s)
 
-    def _pull(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+    def _pull(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         for index, part in self._all_parts:
-            payload = self._give(client, index, part)
+            payload = self._answering.give(client, index, part)
             if not client.is_beside:
-                yield Send(message.sender, self._with_tensors(self.message(Kind.ANSWER), index, part, payload))
+                yield Send(message.sender, with_tensors(self.message(Kind.ANSWER), index, part, payload))
         if client.is_beside:
-            yield Send(message.sender, self.message(Kind.ANSWER, tensor_bytes=self._range_bytes))
+            yield Send(message.sender, self.message(Kind.ANSWER, tensor_bytes=self._answering.range_bytes))
 
-    def _leave(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+    def _leave(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         """It may still pull: its memory stays known. Nothing waits for it any more."""
         client.answers.clear()
-        self._window.forget(message.sender)
+        self._answering.window.forget(message.sender)
         self._tables.leave(message.sender)
         for index, part in self._all_parts:
-            yield from self._answer(index, part, part.shard.leave(message.sender), now_s)
-        yield from self._next_in_turn(now_s)
+            yield from self._answering.answer(index, part, part.shard.leave(message.sender), now_s)
+        yield from self._answering.next_in_turn(now_s)
         yield Send(message.sender, self.message(Kind.OK))
 
-    def _step_aside(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+    def _step_aside(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         for index, part in self._all_parts:
-            yield from self._answer(index, part, part.shard.step_aside(message.sender), now_s)
+            yield from self._answering.answer(index, part, part.shard.step_aside(message.sender), now_s)
         yield Send(message.sender, self.message(Kind.OK))
 
-    def _come_back(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+    def _come_back(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         for part in self.parts:
             part.shard.come_back(message.sender)
         yield Send(message.sender, self.message(Kind.OK))
 
-    def _get_state(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+    def _get_state(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         yield Send(message.sender, self.message(Kind.OK, **state_fields(self.parts)))
 
-    def _set_state(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+    def _set_state(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         set_state(self.parts, message)
         yield Send(message.sender, self.message(Kind.OK))
 
-    def _about_rows(self, client: _Client, message: Message, now_s: float) -> Iterator[Action]:
+    def _about_rows(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         clock = self.parts[-1].shard.rule.complete if self.parts else 0  # of the shard that rows are updated with
         yield Send(message.sender, self.message(Kind.OK, clock=clock, **self._tables.receive(message)))
-
-    # --- answers ------------------------------------------------------------------------------------------------
-
-    def _answer(self, index: int, part: Part, answers: Sequence[Answer], now_s: float) -> Iterator[Action]:
-        """Give every worker that is complete the current parameters of this shard, those elsewhere first.
-
-        Args:
-            now_s: when the request arrived that completed them; until then they waited for others.
-        """
-        is_last = index == len(self.parts) - 1
-        applied = part.shard.drain_applied()
-        if applied:
-            told = applied if is_last else ()
-            records = [UpdateRecord(self.index, one.iteration, one.worker, one.clock, one.staleness) for one in told]
-            row_bytes = self._tables.update(applied) if is_last else 0
-            yield Updated(part, len(applied), records, row_bytes)
-        for answer in answers:
-            part.shard.pulled(answer.worker)
-        beside = [answer for answer in answers if self._clients[answer.worker].is_beside]
-        if len(beside) < len(answers):
-            for answer in answers:
-                client = self._clients[answer.worker]
-                if not client.is_beside:
-                    payload = self._give(client, index, part)
-                    message = self._about(answer, admitted=answer.admitted, waiting_s=_waited_s(client, now_s))
-                    client.released_s = now_s
-                    self._with_tensors(message, index, part, payload)
-                    yield from self._send_elsewhere(answer.worker, message, now_s)
-            if any(len(self._clients[answer.worker].answers) == len(self.parts) - 1 for answer in beside):
-                yield BesideNext()
-        for answer in beside:
-            client = self._clients[answer.worker]
-            self._give(client, index, part)
-            client.answers[index] = answer
-            if len(client.answers) == len(self.parts):
-                yield Send(answer.worker, self._joint(client, now_s))
-        if is_last:
-            for answer in answers:
-                if answer.contributors is not None:
-                    yield from self._tell_followers(answer.worker, answer.clock, answer.contributors, now_s)
-
-    def _send_elsewhere(self, worker: int, message: Message, now_s: float) -> Iterator[Action]:
-        """In turn where a worker beside this server has to push over a busier link than workers of some other hosts."""
-        if self.is_in_turn and self._has_neighbour and self._some_are_apart:
-            message.flags |= IN_TURN
-            self._window.put(worker, message, message.tensor_bytes)
-            return self._next_in_turn(now_s)
-        return iter((Send(worker, message),))
-
-    def _next_in_turn(self, now_s: float) -> Iterator[Action]:
-        """What may go now."""
-        return (Send(worker, message) for worker, message in self._window.take(now_s))
-
-    def _joint(self, client: _Client, now_s: float) -> Message:
-        """One answer for all shards, which the last speaks for."""
-        answers = [client.answers.pop(index) for index in range(len(self.parts))]
-        is_admitted = all(answer.admitted for answer in answers)
-        message = self._about(answers[-1], admitted=is_admitted, waiting_s=_waited_s(client, now_s))
-        message.tensor_bytes = self._range_bytes
-        return message
-
-    def _give(self, client: _Client, index: int, part: Part) -> Sequence[Raw]:
-        """Have the worker get the parameters as they are now; what has to be sent for that."""
-        if client.parameters is None:
-            return part.as_frames()
-        if not (client.is_beside and self._some_read_for_themselves):
-            _copy(part.shard.parameters, client.parameters[index])
-        return ()
-
-    def _about(self, answer: Answer, *, admitted: bool, waiting_s: float) -> Message:
-        return Message(
-            Kind.ANSWER,
-            self.epoch,
-            sender=self.index,
-            flags=(STOP if answer.stop else 0) | (ADMITTED if admitted else 0),
-            clock=answer.clock,
-            iteration=answer.iteration,
-            staleness=answer.staleness,
-            waiting_s=waiting_s,
-            body={} if answer.contributors is None else {"contributors": answer.contributors},
-        )
-
-    @staticmethod
-    def _with_tensors(message: Message, index: int, part: Part, payload: Sequence[Raw]) -> Message:
-        message.shard, message.payload, message.tensor_bytes = index, payload, part.tensor_bytes
-        return message
 
     def _parts_of(self, message: Message) -> list[tuple[int, Part]]:
         """The shards that a message is about, with their indices. Raises WireError if there is no such shard."""
@@ -505,13 +369,3 @@ class ServerCore:
         if not 0 <= message.shard < len(self.parts):
             raise WireError(f"server {self.index} has {len(self.parts)} shards, and none of index {message.shard}")
         return [(message.shard, self.parts[message.shard])]
-
-
-def _waited_s(client: _Client, released_at_s: float) -> float:
-    """Of a request with many pieces from its latest arrival so far, and not twice at the same time."""
-    return max(0.0, released_at_s - max(client.arrived_s, client.released_s))
-
-
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)

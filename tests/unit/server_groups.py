@@ -41,7 +41,7 @@ def attached(
         for index in range(len(are_here))
     ]
     if is_beside_another:
-        services[0]._first.core._has_neighbour = True
+        services[0]._first.core._answering.has_neighbour = True
     threads = [threading.Thread(target=service.serve) for service in services]
     for thread in threads:
         thread.start()

@@ -17,8 +17,8 @@ from paceline.comm.servers.tables import ServedTables
 from paceline.errors import UsageError
 from paceline.membership import Membership
 from paceline.messages import HEAD_BYTES, Kind, Message
+from paceline.server.actions import Send
 from paceline.server.admission import StaleSynchronous
-from paceline.server.server_core import Send
 from paceline.server.shard import Applied
 from paceline.server.tables.client_core import TableClient
 from paceline.server.tables.kept_rows import Keeping, KeptRows

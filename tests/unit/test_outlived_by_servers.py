@@ -14,7 +14,7 @@ from paceline.elastic import Done
 from paceline.membership import Membership
 from paceline.messages import Message
 from paceline.server import client_core, server_core
-from paceline.server.server_core import Action, Send, Updated
+from paceline.server.actions import Action, Send, Updated
 from paceline.server.whole_pushes import what_counts
 from tests.unit.test_server_protocol import EPOCH, RULES, Net, gradient, train
 

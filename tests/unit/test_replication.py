@@ -24,13 +24,14 @@ from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.messages import Kind, Message
 from paceline.records import UpdateRecord
+from paceline.server.actions import Send, Updated
 from paceline.server.admission import BulkSynchronous, StaleSynchronous
 from paceline.server.chains import Chain, Chains, from_body, to_body
 from paceline.server.client_core import ClientCore
 from paceline.server.part_state import states_of
 from paceline.server.ranges import cut
 from paceline.server.replication import CopyAction, Replication, ToServer
-from paceline.server.server_core import Send, ServerCore, Updated
+from paceline.server.server_core import ServerCore
 from paceline.server.spec import OptimizerSpec, Push, ServerSpec
 from paceline.strategies.parameter_server import ParameterServer
 

@@ -23,9 +23,10 @@ from paceline.comm.shared_memory.mutex import MUTEX_BYTES, RobustMutex
 from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.messages import Kind, Message
+from paceline.server.actions import Send
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
 from paceline.server.ranges import cut
-from paceline.server.server_core import Send, ServerCore
+from paceline.server.server_core import ServerCore
 from paceline.server.spec import OptimizerSpec, ServerSpec
 
 SGD = OptimizerSpec(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, ({"lr": 0.1}, {"lr": 0.02}), element_wise=True)

@@ -25,9 +25,9 @@ from paceline.membership import Membership
 from paceline.messages import Kind, Message, Raw, WireError
 from paceline.records import NullReporter
 from paceline.server import client_core, server_core
+from paceline.server.actions import Send
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
 from paceline.server.client_core import ClientCore
-from paceline.server.server_core import Send
 from paceline.server.shard import Shard
 from paceline.server.spec import OptimizerSpec, Push
 from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY

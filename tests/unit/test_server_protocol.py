@@ -21,10 +21,11 @@ from paceline.membership import Membership
 from paceline.messages import ALL_SHARDS, HEAD_BYTES, IN_TURN, STOP, VOID, Kind, Message
 from paceline.records import UpdateRecord
 from paceline.server import client_core, server_core
+from paceline.server.actions import Action, BesideNext, Send, Updated
 from paceline.server.admission import AdmissionRule, BulkSynchronous, Quorum, StaleSynchronous
 from paceline.server.client_core import ClientCore
 from paceline.server.ranges import cut
-from paceline.server.server_core import Action, BesideNext, Send, ServerCore, Updated
+from paceline.server.server_core import ServerCore
 from paceline.server.spec import OptimizerSpec, Push, ServerSpec
 
 EPOCH, FOREVER, LR = 4, 10**9, 0.5

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from paceline.layout import Layout
 from paceline.messages import Message
+from paceline.server.actions import Send
 from paceline.server.client_core import ClientCore
-from paceline.server.server_core import Send
 from paceline.server.spec import OptimizerSpec, Reply
 
 

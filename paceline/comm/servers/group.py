@@ -10,10 +10,10 @@ from paceline.comm.servers.carrier import Carrier
 from paceline.comm.servers.tables import ServedTables
 from paceline.layout import Layout
 from paceline.messages import FRAME_BYTES
+from paceline.server.actions import Send
 from paceline.server.client_core import ClientCore
 from paceline.server.coded_push import PushCoding
 from paceline.server.ranges import KeyRange, cut, require_some_for_each
-from paceline.server.server_core import Send
 from paceline.server.spec import OptimizerSpec, Push, Reply
 from paceline.server.tables.kept_rows import Keeping
 from paceline.server.tables.spec import TableSpec

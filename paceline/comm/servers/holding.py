@@ -16,9 +16,10 @@ from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.errors import PacelineError
 from paceline.messages import Kind, Message, Raw, WireError
 from paceline.records import Reporter, UpdateRecord
+from paceline.server.actions import Send, Updated
 from paceline.server.chains import Chain
 from paceline.server.replication import CopyAction, Replication, ToServer
-from paceline.server.server_core import Send, ServerCore, Updated
+from paceline.server.server_core import ServerCore
 from paceline.server.shard import Applied
 from paceline.server.spec import ServerSpec
 from paceline.server.tables.storage import InMemory

@@ -24,8 +24,8 @@ from paceline.comm.wire import Caller, Keys
 from paceline.errors import Aborted, CallMismatch, DeadlineExceeded, PeerLost
 from paceline.layout import Layout
 from paceline.messages import Kind, Message, Raw
+from paceline.server.actions import Send
 from paceline.server.client_core import ClientCore
-from paceline.server.server_core import Send
 from paceline.server.spec import OptimizerSpec, Reply
 
 _ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind.LEAVE}) | {

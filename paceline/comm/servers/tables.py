@@ -13,7 +13,7 @@ from paceline.comm.servers.rows_in_view import Found, RowsSeen
 from paceline.errors import PeerLost
 from paceline.messages import HEAD_BYTES
 from paceline.row_file import RowFile
-from paceline.server.server_core import Send
+from paceline.server.actions import Send
 from paceline.server.spec import Reply
 from paceline.server.tables.changes import Changes
 from paceline.server.tables.client_core import Given, TableClient

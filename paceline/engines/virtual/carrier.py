@@ -15,8 +15,8 @@ from paceline.engines.virtual.server import VirtualServer
 from paceline.errors import Aborted
 from paceline.layout import Layout
 from paceline.messages import Message
+from paceline.server.actions import Send
 from paceline.server.client_core import ClientCore
-from paceline.server.server_core import Send
 from paceline.server.spec import OptimizerSpec
 
 

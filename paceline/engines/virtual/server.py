@@ -14,7 +14,8 @@ from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.network.links import Network
 from paceline.messages import ALL_SHARDS, Kind, Message
 from paceline.records import Reporter
-from paceline.server.server_core import Action, Send, ServerCore, Updated
+from paceline.server.actions import Action, Send, Updated
+from paceline.server.server_core import ServerCore
 from paceline.server.spec import ServerSpec
 
 EPOCH = 1

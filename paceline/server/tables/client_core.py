@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.errors import NotWritten
 from paceline.messages import Kind, Message, Raw, WireError, cut_for, from_frames, to_frames
 from paceline.row_file import RowFile
-from paceline.server.server_core import Send
+from paceline.server.actions import Send
 from paceline.server.state import pack, unpack
 from paceline.server.tables.changes import Changes
 from paceline.server.tables.dividing import divided, joined

@@ -20,6 +20,7 @@ ALL_SHARDS = -1
 VOID, STOP, ADMITTED, IN_TURN = 1, 2, 4, 8  # flags of EXCHANGE and ANSWER
 APART = 16  # of ATTACH: no server is on this worker's host
 HOLD = 32  # of EXCHANGE: other servers are to have it, too, before it counts
+MORE = 64  # of REPLICATE: the next entry is of the same change
 HEAD_BYTES = 256
 """Bytes that a message takes besides its tensors: header, body, and what a network puts around them."""
 _HEADER = struct.Struct("<2sBBIIiqqqqqd")

@@ -97,8 +97,9 @@ class ClientCore:
         self._begun_at = 0  # the iteration at which clocks began
         self._num_due = 0
         self._pushed: tuple[Push, Request] | None = None
-        self._holds = False  # servers elsewhere are to have all of a push before it counts on any
-        self._num_to_hold = 0  # which have yet to say that they have it
+        self._holds = self._all_hold = False  # servers elsewhere, or all, are to have a push before it counts on any
+        self._to_hold: set[int] = set()  # which have yet to say that they have it
+        self._counts = False  # all have it
         self._error: WireError | None = None
         self._requests: Requests = _nothing
 
@@ -182,7 +183,8 @@ class ClientCore:
         if push.done is not None:
             body["done"] = push.done
         flags = (VOID if push.void else 0) | (STOP if push.stop else 0) | (HOLD if self._holds else 0)
-        self._num_to_hold = sum(not server.is_beside for server in self._servers)
+        self._to_hold = {index for index, server in enumerate(self._servers) if self._is_to_hold(server)}
+        self._counts = False
         request = partial(
             Message,
             Kind.EXCHANGE,
@@ -197,7 +199,7 @@ class ClientCore:
         rows, self._rows = self._rows, ()
 
         def requests(index: int, server: _Server) -> list[Message]:
-            if server.is_beside and (server.follows or self._holds):
+            if server.is_beside and (server.follows or (self._holds and not self._all_hold)):
                 return []  # it gets the push with the decision, or when all others have it
             pushed = [request()] if push.void else self._pushed_to(server, request)
             return [_with_rows(pushed[0], *rows[index])] if rows else pushed
@@ -266,8 +268,7 @@ class ClientCore:
             yield from self._ask_server(index) if server.num_due else ()
             return
         if answer.kind is Kind.HELD and self._pushed is not None:
-            self._num_to_hold -= 1
-            yield from () if self._num_to_hold else self._count(*self._pushed)
+            yield from self._held_by(index, *self._pushed)
             return
         server.num_due -= 1
         self._num_due -= 1
@@ -312,6 +313,7 @@ class ClientCore:
         bodies = [server.answers[0].body for server in self._servers]
         is_divided = len(bodies) > 1 and not all(server.is_beside for server in self._servers)
         self._holds = is_divided and all(said["outlives_workers"] for said in bodies)
+        self._all_hold = self._holds and any(said["is_copied_apart"] for said in bodies)
         return bodies
 
     def served_itself(self, *, clock: int) -> None:
@@ -416,13 +418,29 @@ class ClientCore:
             elif server.follows:
                 yield self._sent(index, self._message(Kind.FOLLOW, body=decision))
 
-    def _count(self, push: Push, request: Request) -> Iterator[Send]:
-        """All servers elsewhere have all of it. Those beside take it now."""
-        for index, server in enumerate(self._servers):
-            if server.is_beside:
-                yield self._sent(index, request(tensor_bytes=0 if push.void else _pushed_bytes(server)))
-            else:
-                yield self._sent(index, self._message(Kind.COUNT, clock=self._clock))
+    def _is_to_hold(self, server: _Server) -> bool:
+        return self._holds and (self._all_hold or not server.is_beside)
+
+    def _held_by(self, index: int, push: Push, request: Request) -> Iterator[Send]:
+        """A server has all of it. If that was the last, it counts now; also with one that has taken another's place
+        since, which says so again."""
+        self._to_hold.discard(index)
+        if self._counts:
+            yield self._counted(index, push, request)
+        elif not self._to_hold:
+            self._counts = True
+            # Who has yet to know this worker is asked anew, and then says that it holds the push.
+            known = [each for each, server in enumerate(self._servers) if not server.is_new]
+            yield from (self._counted(each, push, request) for each in known)
+
+    def _counted(self, index: int, push: Push, request: Request) -> Send:
+        """Those beside take it now, where the others had to hold it."""
+        server = self._servers[index]
+        if self._is_to_hold(server):
+            return self._sent(index, self._message(Kind.COUNT, clock=self._clock))
+        message = request(tensor_bytes=0 if push.void else _pushed_bytes(server))
+        message.flags &= ~HOLD
+        return self._sent(index, message)
 
     def _pushed_to(self, server: _Server, request: Request) -> list[Message]:
         coded = server.coded

@@ -1,27 +1,32 @@
 """What one copy of a key range tells the next: entries, each of which is one change, as messages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.messages import ALL_SHARDS, Kind, Message, WireError, from_frames, to_frames
+from paceline.messages import ALL_SHARDS, VOID, Kind, Message, WireError, from_frames, to_frames
+from paceline.server import whole_pushes
 from paceline.server.part import Part
 from paceline.server.part_state import initialise, set_state
+from paceline.server.server_core import ServerCore
 from paceline.server.shard import Closed
 
 _CLOSED, _PARAMETERS, _STATE, _LEFT = "closed", "parameters", "state", "left"
+_ATTACHED, _HELD, _LET_GO, _EXPECTED, _LET_IN = "attached", "held", "let go", "expected", "let in"
 
 
-def of_closed(index: int, part: Part, closed: Closed) -> Message:
+def of_closed(index: int, core: ServerCore, closed: Closed) -> Message:
     """A shard closes a clock: the update's gradient, already joined, so one copy of it whatever the number of workers
     (Li et al., OSDI 2014, section 4.3, replication after aggregation)."""
+    pushes = [core.last_push(worker) for worker in closed.contributors]
     body = {
         "what": _CLOSED,
         "contributors": [[worker, *numbers] for worker, numbers in closed.contributors.items()],
         "clocks": [[worker, *numbers] for worker, numbers in closed.clocks.items()],
         "groups": [[worker, groups] for worker, groups in closed.groups.items()],
+        "pushes": [whole_pushes.to_body(push) for push in pushes if push is not None],
         "stop": closed.stop,
         "is_void": closed.gradients is None,
     }
@@ -44,18 +49,53 @@ def of_request(message: Message, parts: Sequence[Part]) -> list[Message]:
     return [_entry({"what": _LEFT, "worker": message.sender})] if message.kind is Kind.LEAVE else []
 
 
-def apply(entry: Message, parts: Sequence[Part], gradients: Sequence[Sequence[Tensor]]) -> None:
+def of_attached(message: Message) -> Message:
+    """A worker is there, whose memory a copy on its host has to reach once it is gone."""
+    return _entry({"what": _ATTACHED, "worker": message.sender, "flags": message.flags, "reach": message.body})
+
+
+def of_held(push: Message, tensors: Sequence[Tensor]) -> Message:
+    """All of a worker's push is there, and counts when other servers have it."""
+    return _entry({"what": _HELD, "push": whole_pushes.to_body(push)}, tensors=() if push.flags & VOID else tensors)
+
+
+def of_let_go(worker: int, counts: Message | None) -> Message:
+    """All go on without this worker, whose last push is this one."""
+    return _entry(
+        {"what": _LET_GO, "worker": worker, "counts": None if counts is None else whole_pushes.to_body(counts)}
+    )
+
+
+def of_expected(worker: int) -> Message:
+    """This worker takes part from here on."""
+    return _entry({"what": _EXPECTED, "worker": worker})
+
+
+def of_let_in(worker: int, clock: int) -> Message:
+    """It pushes for this clock first."""
+    return _entry({"what": _LET_IN, "worker": worker, "at": clock})
+
+
+def apply(
+    entry: Message,
+    core: ServerCore,
+    gradients: Sequence[Sequence[Tensor]],
+    reach: Callable[[Message], None],
+) -> None:
     """Do what the entry says.
 
     Args:
         gradients: for each shard, where those of an entry are put while they are used.
+        reach: attaches a worker, with its memory if that can be had.
 
     Raises:
         WireError: it is no entry for these shards.
     """
-    what, body = entry.body.get("what"), entry.body
+    what, body, parts = entry.body.get("what"), entry.body, core.parts
     try:
         if what == _CLOSED:
+            for push in body["pushes"]:
+                core.copy_count(whole_pushes.from_body(push))
             part = parts[entry.shard]
             joined = None if body["is_void"] else gradients[entry.shard]
             if joined is not None:
@@ -70,10 +110,27 @@ def apply(entry: Message, parts: Sequence[Part], gradients: Sequence[Sequence[Te
         elif what == _LEFT:
             for part in parts:
                 part.shard.leave(body["worker"])
+        elif what == _ATTACHED:
+            reach(Message(Kind.ATTACH, 0, sender=body["worker"], flags=body["flags"], body=body["reach"]))
+        elif what == _HELD:
+            core.copy_held(whole_pushes.from_body(body["push"]), entry.payload)
+        elif what == _LET_GO:
+            counts = body["counts"]
+            _do_alone(core.let_go(body["worker"], None if counts is None else whole_pushes.from_body(counts), 0.0))
+        elif what == _EXPECTED:
+            core.expect(body["worker"])
+        elif what == _LET_IN:
+            _do_alone(core.let_in(body["worker"], body["at"], 0.0))
         else:
             raise ValueError(f"{what!r} is none")
     except (LookupError, TypeError, ValueError) as error:
         raise WireError(f"refused an entry of another copy: {error}") from None
+
+
+def _do_alone(actions: Iterable[object]) -> None:
+    """Of a copy nobody hears; whoever serves has said it."""
+    for _ in actions:
+        pass
 
 
 def zeroed(parts: Sequence[Part]) -> list[list[Tensor]]:

@@ -2,7 +2,12 @@
 
 Sans-IO, around a `ServerCore`. The head of the chain serves workers. What a request changes it hands on as numbered
 entries, and what it says to workers waits until every copy has them. Each other copy does what entries say, in their
-order, and hands them on; the last one says that it has them, and each hands that back.
+order, and hands them on; the last one says that it has them, and each hands that back. What one request changes is in a
+copy whole or not at all.
+
+Where servers outlive workers, who takes part is in the copies as well: whoever serves is asked by the launcher, and
+answers when every copy has it (`Said`). Copies know how each worker's memory is reached, what is held of its pushes,
+and which one counted last.
 
 When a server has died, each chain goes on without it (`reform`). Whoever is left sends again what the next copy has not
 said that it has; entries that a copy has already it passes over. A new head has every entry that was acknowledged.
@@ -10,13 +15,13 @@ Workers send it what was not answered; contributions that are in its copy it ans
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from paceline.messages import Kind, Message, WireError
+from paceline.messages import MORE, Kind, Message, WireError
 from paceline.server import entries
 from paceline.server.actions import Action, Send
 from paceline.server.chains import Chain
@@ -31,7 +36,14 @@ class ToServer(NamedTuple):
     message: Message
 
 
-CopyAction = Action | ToServer
+class Said(NamedTuple):
+    """Call this with what the launcher has asked for: all copies have it."""
+
+    say: Callable[[Any], object]
+    what: Any
+
+
+CopyAction = Action | ToServer | Said
 
 
 @final
@@ -40,13 +52,22 @@ class Replication:
     Args:
         core: of the key range; its shards are built.
         server: which one of the group this is.
+        reach: attaches a worker to the core, as another copy did, with its memory if that is in reach.
     """
 
-    def __init__(self, core: ServerCore, *, server: int, chain: Chain) -> None:
-        self._core, self._server, self._chain = core, server, chain
+    def __init__(
+        self,
+        core: ServerCore,
+        *,
+        server: int,
+        chain: Chain,
+        reach: Callable[[Message], None] = lambda message: None,
+    ) -> None:
+        self._core, self._server, self._chain, self._reach = core, server, chain, reach
         self._number = self._acknowledged = 0  # of the last entry that is part of this copy, and of all after it
         self._unacknowledged: deque[Message] = deque()
-        self._held: deque[tuple[int, Action]] = deque()
+        self._held: deque[tuple[int, CopyAction]] = deque()
+        self._change: list[Message] = []  # entries of a change that has not come whole
         self._gradients: list[list[Tensor]] = entries.zeroed(core.parts)
         self._new: list[Message] = []
         for index, part in enumerate(core.parts):
@@ -71,9 +92,36 @@ class Replication:
         else:
             yield from self._serve(message, now_s)
 
+    def attached(self, message: Message, answer: Message) -> Iterator[CopyAction]:
+        """The core has been told that this worker is there."""
+        return self._commit([Send(message.sender, answer)], [entries.of_attached(message)])
+
+    def part_with(self, worker: int, say: Callable[[Any], object]) -> Iterator[CopyAction]:
+        """As `ServerCore.part_with`, of what every copy has."""
+        return self._commit([Said(say, self._core.part_with(worker))], [])
+
+    def let_go(
+        self, worker: int, counts: Message | None, say: Callable[[Any], object], now_s: float
+    ) -> Iterator[CopyAction]:
+        """As `ServerCore.let_go`, on every copy."""
+        actions = list(self._core.let_go(worker, counts, now_s))
+        return self._commit([*actions, Said(say, None)], [entries.of_let_go(worker, counts)])
+
+    def expect(self, worker: int, say: Callable[[Any], object]) -> Iterator[CopyAction]:
+        """As `ServerCore.expect`, on every copy."""
+        clock = self._core.expect(worker)
+        return self._commit([Said(say, clock)], [entries.of_expected(worker)])
+
+    def let_in(self, worker: int, clock: int, say: Callable[[Any], object], now_s: float) -> Iterator[CopyAction]:
+        """As `ServerCore.let_in`, on every copy."""
+        actions = list(self._core.let_in(worker, clock, now_s))
+        return self._commit([*actions, Said(say, None)], [entries.of_let_in(worker, clock)])
+
     def reform(self, chain: Chain) -> Iterator[CopyAction]:
         """The chain has changed, and this server is still in it."""
         self._chain, self._core.epoch = chain, chain.epoch
+        if self.is_head:
+            self._change.clear()
         is_last = chain.after(self._server) is None
         if is_last:
             self._unacknowledged.clear()
@@ -82,36 +130,47 @@ class Replication:
             yield self._forward(entry)
 
     def _serve(self, message: Message, now_s: float) -> Iterator[CopyAction]:
+        """What a worker asks."""
         actions = list(self._core.receive(message, now_s))
-        is_refused = any(isinstance(action, Send) and action.message.kind is Kind.ERROR for action in actions)
-        if not is_refused:
-            self._new += entries.of_request(message, self._core.parts)
-        new, self._new = self._new, []
+        said = {action.message.kind for action in actions if isinstance(action, Send)}
+        changes = [] if Kind.ERROR in said else entries.of_request(message, self._core.parts)
+        if Kind.HELD in said:
+            changes.append(entries.of_held(*self._core.held_push(message.sender)))
+        return self._commit(actions, changes)
+
+    def _commit(self, actions: Iterable[CopyAction], changes: Iterable[Message]) -> Iterator[CopyAction]:
+        """Hand on what the core has changed, and do this when all copies have it."""
+        new, self._new = [*self._new, *changes], []
         for entry in new:
             self._number += 1
-            entry.clock = self._number
+            entry.clock, entry.flags = self._number, MORE if entry is not new[-1] else 0
             yield from self._hand_on(entry)
         self._held.extend((self._number, action) for action in actions)
         yield from self._release()
 
     def _note(self, index: int, closed: Closed) -> None:
         if self.is_head:
-            self._new.append(entries.of_closed(index, self._core.parts[index], closed))
+            self._new.append(entries.of_closed(index, self._core, closed))
 
     def _take(self, entry: Message) -> Iterator[CopyAction]:
         """An entry of the copy before. One of a later epoch comes from who was told of the new chain earlier."""
         if self.is_head or entry.epoch < self._core.epoch:
             return  # of one that is taken for dead
         self._core.epoch = entry.epoch
-        if entry.clock == self._number + 1:
-            self._repeat(entry)
-            yield from self._hand_on(entry)
+        if entry.clock == self._number + len(self._change) + 1:
+            self._change.append(entry)
+            if not entry.flags & MORE:
+                yield from self._repeat()
         elif entry.clock <= self._acknowledged:
             yield from self._acknowledge(self._acknowledged)
 
-    def _repeat(self, entry: Message) -> None:
-        entries.apply(entry, self._core.parts, self._gradients)
-        self._number = entry.clock
+    def _repeat(self) -> Iterator[CopyAction]:
+        change, self._change = self._change, []
+        for entry in change:
+            entries.apply(entry, self._core, self._gradients, self._reach)
+        self._number += len(change)
+        for entry in change:
+            yield from self._hand_on(entry)
 
     def _hear(self, message: Message) -> Iterator[CopyAction]:
         """The copies after this one have all entries up to this."""
@@ -139,7 +198,7 @@ class Replication:
         entry.sender, entry.epoch = self._server, self._core.epoch
         return ToServer(_required(self._chain.after(self._server)), entry)
 
-    def _release(self) -> Iterator[Action]:
+    def _release(self) -> Iterator[CopyAction]:
         while self._held and self._held[0][0] <= self._acknowledged:
             yield self._held.popleft()[1]
 

@@ -9,7 +9,19 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from paceline.messages import ALL_SHARDS, APART, FRAME_BYTES, HOLD, STOP, VOID, Kind, Message, WireError, from_frames
+from paceline.messages import (
+    ALL_SHARDS,
+    APART,
+    FRAME_BYTES,
+    HOLD,
+    STOP,
+    VOID,
+    Kind,
+    Message,
+    Raw,
+    WireError,
+    from_frames,
+)
 from paceline.server.actions import Action, Send
 from paceline.server.admission import ProtocolError
 from paceline.server.answering import Answering, Client, with_tensors
@@ -135,6 +147,9 @@ class ServerCore:
             return [[piece.view(layout, buffer) for piece in part.pieces] for part in self.parts]
 
         def own() -> list[list[Tensor]]:
+            before = self._clients.get(message.sender)
+            if before is not None and not before.is_beside:
+                return before.gradients  # in which a push may be held
             return [[torch.zeros_like(tensor) for tensor in part.shard.parameters] for part in self.parts]
 
         self._clients[message.sender] = Client(
@@ -148,6 +163,7 @@ class ServerCore:
             "follows": self.parts[-1].shard.follows,
             "is_in_turn": self.is_in_turn,
             "outlives_workers": self._outlives_workers,
+            "is_copied_apart": self._spec.is_copied_apart,
         }
 
     def receive(self, message: Message, now_s: float) -> Iterator[Action]:
@@ -172,33 +188,58 @@ class ServerCore:
     def part_with(self, worker: int) -> Parted:
         """The worker is gone: nothing is heard of it from here on. Returns what is here of its pushes."""
         self._gone.add(worker)
-        client = self._clients.get(worker)
-        return self._pushes.parted(worker, reaches_memory=client is not None and client.is_beside)
+        client, spec = self._clients.get(worker), self._spec
+        reaches_memory = client is not None and client.is_beside and spec is not None and not spec.is_copied_apart
+        return self._pushes.parted(worker, reaches_memory=reaches_memory)
 
     def let_go(self, worker: int, counts: Message | None, now_s: float) -> Iterator[Action]:
-        """Go on without a worker that this server has parted with.
+        """Go on without a worker, of which nothing is heard from here on. Nothing is done a second time.
 
         Args:
             counts: its last push that is to count, as `what_counts` says. If it does not do so here yet, its tensors
                 are those that have come, or those in the worker's memory.
         """
+        self._gone.add(worker)
         client = self._clients.get(worker)
         if client is None:
             return
         if counts is not None and self._pushes.lacks(counts):
             yield from self._count(client, counts, self._all_parts, now_s)
-        self._pushes.forget(worker)
+        self._pushes.let_go(worker)
         yield from self._leave(client, Message(Kind.LEAVE, self.epoch, sender=worker), now_s)
 
     def expect(self, worker: int) -> int:
         """A worker that has attached is to take part from here on. Returns the clock that it is expected at: under bsp
-        no update of a later one is made here without it."""
-        return max(part.shard.join(worker) for part in self.parts)
+        no update of a later one is made here without it. Nothing is done a second time."""
+        for part in self.parts:
+            if worker not in part.shard.rule.active:
+                part.shard.join(worker)
+        return max(part.shard.rule.clock_of(worker) for part in self.parts)
 
     def let_in(self, worker: int, clock: int, now_s: float) -> Iterator[Action]:
         """All servers expect the worker, the last of them at this clock, for which it pushes first."""
         for index, part in self._all_parts:
             yield from self._answering.answer(index, part, part.shard.begin_with(worker, clock), now_s)
+
+    def last_push(self, worker: int) -> Message | None:
+        """That counts of this worker's, without its tensors."""
+        return self._pushes.last(worker)
+
+    def copy_count(self, push: Message) -> None:
+        """A shard has taken a part of it, as another copy of this key range did."""
+        self._pushes.count(push)
+
+    def held_push(self, worker: int) -> tuple[Message, list[Tensor]]:
+        """What the worker has pushed that is held: without tensors, and these."""
+        gradients = self._clients[worker].gradients
+        return self._pushes.holds(worker), [tensor for shard in gradients for tensor in shard]
+
+    def copy_held(self, push: Message, frames: Sequence[Raw]) -> None:
+        """Another copy of this key range holds this push, with tensors in frames if there are any."""
+        client = self._clients[push.sender]
+        if frames and not client.is_beside:
+            from_frames(frames, [tensor for shard in client.gradients for tensor in shard])
+        self._pushes.hold(push)
 
     @property
     def wakes_at_s(self) -> float | None:
@@ -255,10 +296,11 @@ class ServerCore:
         if client.parameters is None and not message.flags & VOID:
             for index, _ in parts:
                 self._read_push(message, index, client.gradients[index])
-        if self._outlives_workers and not client.is_beside:
+        if self._outlives_workers and (not client.is_beside or message.flags & HOLD):
             if not self._pushes.has_all(message, num_shards=len(self.parts)):
                 return
-            if message.flags & HOLD:
+            # A worker asks anew when another server has taken over, which may have counted it.
+            if message.flags & HOLD and self._pushes.lacks(message):
                 self._pushes.hold(message)
                 yield Send(message.sender, self.message(Kind.HELD))
                 return

@@ -268,7 +268,8 @@ class Shard:
 
     def clocks(self) -> dict[int, tuple[int, int]]:
         """Of each worker its clock, and the iteration at which it last got parameters."""
-        return {rank: (self.rule.clock_of(rank), self._pulled_at.get(rank, 0)) for rank in self.rule.members.ranks}
+        ranks = sorted(self.rule.active.union(self.rule.members.ranks))
+        return {rank: (self.rule.clock_of(rank), self._pulled_at.get(rank, 0)) for rank in ranks}
 
     def resume(self, iteration: int, clocks: Mapping[int, tuple[int, int]]) -> None:
         """Go on from where others have brought the quiet shard; parameters and optimizer are theirs already."""
@@ -282,6 +283,8 @@ class Shard:
             if worker in closed.groups:
                 self._groups[worker] = (clock, closed.groups[worker])
             self._copied[worker] = (clock, staleness)
+            self._given.pop(worker, None)  # of one that is gone, which this copy has taken itself
+            self._kept.pop((worker, clock), None)
         self._stop = self._stop or closed.stop
         if closed.gradients is not None:
             self._apply(list(closed.contributors), closed.gradients)

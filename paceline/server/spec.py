@@ -47,6 +47,8 @@ class ServerSpec:
     outlives_workers: bool = False
     """Workers may die, and come, while others train: what one pushes counts whole or not at all, and none makes an
     update itself, in the midst of which it might die."""
+    is_copied_apart: bool = False
+    """Copies of key ranges are on several hosts: not all of them reach the memory of a worker."""
 
 
 class Push(NamedTuple):

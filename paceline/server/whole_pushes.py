@@ -9,13 +9,17 @@ one. So these keep pieces aside until they have all. If there are other servers,
 Whoever is told that a worker is dead asks every server what it has of it (`Parted`). From there on a server hears
 nothing of that worker any more, and so nothing that is still on its way changes what these words come to
 (`what_counts`): where one server has counted a push, all others can.
+
+Servers' copies (`replication.py`) have to be able to do what their server could. On one host they reach the memory as
+well. Between hosts all servers have a push first, also those that reach it, and have their copies have it, before they
+say so: no push counts that is not in all copies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
-from paceline.messages import ALL_SHARDS, Message, WireError
+from paceline.messages import ALL_SHARDS, Kind, Message, WireError
 
 
 class Parted(NamedTuple):
@@ -63,6 +67,10 @@ class WholePushes:
         """All of it is here, and other servers are to have it, too, before it counts."""
         self._held[push.sender] = _without_tensors(push)
 
+    def holds(self, worker: int) -> Message:
+        """What is held of this worker's. Raises KeyError if nothing is."""
+        return self._held[worker]
+
     def held(self, worker: int, *, clock: int) -> Message:
         """All servers have it. Raises WireError if no such push is held."""
         push = self._held.pop(worker, None)
@@ -72,6 +80,13 @@ class WholePushes:
 
     def count(self, push: Message) -> None:
         self._counted[push.sender] = _without_tensors(push)
+        held = self._held.get(push.sender)
+        if held is not None and held.clock <= push.clock:
+            del self._held[push.sender]
+
+    def last(self, worker: int) -> Message | None:
+        """That counts of this worker's."""
+        return self._counted.get(worker)
 
     def lacks(self, push: Message) -> bool:
         """Whether the push, which is to count, does not do so yet."""
@@ -81,11 +96,21 @@ class WholePushes:
     def parted(self, worker: int, *, reaches_memory: bool) -> Parted:
         return Parted(self._counted.get(worker), self._held.get(worker), reaches_memory)
 
-    def forget(self, worker: int) -> None:
+    def let_go(self, worker: int) -> None:
         """It is gone, and all that counts of it does so."""
         self._pieces.pop(worker, None)
         self._held.pop(worker, None)
-        self._counted.pop(worker, None)
+
+
+def to_body(push: Message) -> dict[str, Any]:
+    """What says it in a message's body, without its tensors."""
+    return {"worker": push.sender, "clock": push.clock, "flags": push.flags, "at": push.pause_at, "says": push.body}
+
+
+def from_body(body: Mapping[str, Any]) -> Message:
+    """Raises LookupError if this is nothing that `to_body` gives."""
+    worker, clock, flags, pause_at, says = (body[name] for name in ("worker", "clock", "flags", "at", "says"))
+    return Message(Kind.EXCHANGE, 0, sender=worker, clock=clock, flags=flags, pause_at=pause_at, body=says)
 
 
 def _without_tensors(push: Message) -> Message:

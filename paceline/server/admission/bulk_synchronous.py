@@ -36,6 +36,7 @@ class BulkSynchronous(AdmissionRule):
 
     def resume(self, clocks: Mapping[int, int]) -> None:
         self._clock = max(clocks.values())
+        self._open()
 
     def for_another_shard(self) -> AdmissionRule:
         return Following(self.members) if self._backup_workers else BulkSynchronous(self.members)
@@ -64,7 +65,7 @@ class BulkSynchronous(AdmissionRule):
         self._num_missing += worker not in self._held
 
     def begin_with(self, worker: int, clock: int) -> tuple[int, ...]:
-        if clock <= self._clock:
+        if clock <= self._clock or worker in self._begins:
             return ()
         self._begins[worker] = clock
         self._num_missing -= 1
@@ -101,9 +102,13 @@ class BulkSynchronous(AdmissionRule):
         contributors = tuple(sorted(self._held))
         if self._backup_workers:
             self.contributors = contributors
-        self._held.clear()
         self._clock += 1
+        self._open()
+        return contributors
+
+    def _open(self) -> None:
+        """A clock, for which nothing has come yet."""
+        self._held.clear()
         if self._begins:
             self._begins = {worker: clock for worker, clock in self._begins.items() if clock > self._clock}
         self._num_missing = len(self.active) - len(self._begins)
-        return contributors

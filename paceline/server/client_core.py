@@ -99,7 +99,7 @@ class ClientCore:
         self._pushed: tuple[Push, Request] | None = None
         self._holds = self._all_hold = False  # servers elsewhere, or all, are to have a push before it counts on any
         self._to_hold: set[int] = set()  # which have yet to say that they have it
-        self._counts = False  # all have it
+        self._told: set[int] = set()  # that it counts, since all have it
         self._error: WireError | None = None
         self._requests: Requests = _nothing
 
@@ -184,7 +184,7 @@ class ClientCore:
             body["done"] = push.done
         flags = (VOID if push.void else 0) | (STOP if push.stop else 0) | (HOLD if self._holds else 0)
         self._to_hold = {index for index, server in enumerate(self._servers) if self._is_to_hold(server)}
-        self._counts = False
+        self._told.clear()
         request = partial(
             Message,
             Kind.EXCHANGE,
@@ -245,6 +245,7 @@ class ClientCore:
         server.epoch, server.is_beside = epoch, is_beside
         self._num_due += not server.is_new
         server.is_new = True
+        self._told.discard(index)
         return [self._sent(index, self._attaching(body))]
 
     def close(self) -> None:
@@ -422,16 +423,12 @@ class ClientCore:
         return self._holds and (self._all_hold or not server.is_beside)
 
     def _held_by(self, index: int, push: Push, request: Request) -> Iterator[Send]:
-        """A server has all of it. If that was the last, it counts now; also with one that has taken another's place
-        since, which says so again."""
+        """A server has all of it. When all have, it counts. Whoever takes another's place then says that it has it."""
         self._to_hold.discard(index)
-        if self._counts:
-            yield self._counted(index, push, request)
-        elif not self._to_hold:
-            self._counts = True
-            # Who has yet to know this worker is asked anew, and then says that it holds the push.
-            known = [each for each, server in enumerate(self._servers) if not server.is_new]
-            yield from (self._counted(each, push, request) for each in known)
+        for each, server in enumerate(() if self._to_hold else self._servers):
+            if each not in self._told and not server.is_new:
+                self._told.add(each)
+                yield self._counted(each, push, request)
 
     def _counted(self, index: int, push: Push, request: Request) -> Send:
         """Those beside take it now, where the others had to hold it."""

@@ -3,6 +3,7 @@
 Sans-IO: whoever carries messages calls it, gives it the time, and does what it says.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -193,7 +194,8 @@ class ServerCore:
         return self._pushes.parted(worker, reaches_memory=reaches_memory)
 
     def let_go(self, worker: int, counts: Message | None, now_s: float) -> Iterator[Action]:
-        """Go on without a worker, of which nothing is heard from here on. Nothing is done a second time.
+        """Go on without a worker, of which nothing is heard from here on, and which is told nothing. Nothing is done a
+        second time.
 
         Args:
             counts: its last push that is to count, as `what_counts` says. If it does not do so here yet, its tensors
@@ -203,10 +205,13 @@ class ServerCore:
         client = self._clients.get(worker)
         if client is None:
             return
-        if counts is not None and self._pushes.lacks(counts):
-            yield from self._count(client, counts, self._all_parts, now_s)
+        lacks = counts is not None and self._pushes.lacks(counts)
+        taking = self._count(client, counts, self._all_parts, now_s) if counts is not None and lacks else ()
+        leaving = self._leave(client, Message(Kind.LEAVE, self.epoch, sender=worker), now_s)
+        for action in itertools.chain(taking, leaving):
+            if not (isinstance(action, Send) and action.to == worker):
+                yield action
         self._pushes.let_go(worker)
-        yield from self._leave(client, Message(Kind.LEAVE, self.epoch, sender=worker), now_s)
 
     def expect(self, worker: int) -> int:
         """A worker that has attached is to take part from here on. Returns the clock that it is expected at: under bsp
@@ -309,8 +314,9 @@ class ServerCore:
 
     def _count_held(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         client.arrived_s = now_s
-        push = self._pushes.held(message.sender, clock=message.clock)
-        yield from self._count(client, push, self._all_parts, now_s)
+        if self._pushes.lacks(message):  # else the server before has counted it, and the push itself is answered
+            push = self._pushes.held(message.sender, clock=message.clock)
+            yield from self._count(client, push, self._all_parts, now_s)
 
     def _count(
         self, client: Client, message: Message, parts: Sequence[tuple[int, Part]], now_s: float

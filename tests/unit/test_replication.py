@@ -30,7 +30,7 @@ from paceline.server.chains import Chain, Chains, from_body, to_body
 from paceline.server.client_core import ClientCore
 from paceline.server.part_state import states_of
 from paceline.server.ranges import cut
-from paceline.server.replication import CopyAction, Replication, ToServer
+from paceline.server.replication import CopyAction, Replication, Said, ToServer
 from paceline.server.server_core import ServerCore
 from paceline.server.spec import OptimizerSpec, Push, ServerSpec
 from paceline.strategies.parameter_server import ParameterServer
@@ -59,6 +59,9 @@ class Net:
     """Workers, servers with copies, and who tells them of deaths. What is sent arrives in any order, except on one
     way; what was sent to a dead server is lost, and the last of what it has sent may be."""
 
+    num_joiners = 0
+    """Of the workers, the last, who do not take part from the start."""
+
     def __init__(
         self,
         rule: str,
@@ -69,6 +72,8 @@ class Net:
         spec: OptimizerSpec,
         deaths: Iterable[Death],
         seed: int,
+        outlives_workers: bool = False,
+        worker_hosts: Sequence[str] = (),
     ) -> None:
         self.chains = Chains.first(hosts, replicas=replicas, epoch=EPOCH)
         self.hosts, self.random = hosts, random.Random(seed)
@@ -79,15 +84,27 @@ class Net:
         self.ways: dict[tuple[str, str, int], deque[Any]] = {}
         self.records: list[UpdateRecord] = []
         ranges = cut(LAYOUT, num_servers=len(hosts), whole_tensors=False, piece_bytes=128)
-        members = Membership(EPOCH, tuple(range(num_workers)))
+        members = Membership(EPOCH, tuple(range(num_workers - self.num_joiners)))
+        self.worker_hosts = list(worker_hosts) or [hosts[rank % len(hosts)] for rank in range(num_workers)]
+        self.outlives_workers, is_apart = outlives_workers, len(set(hosts)) > 1
         self.copies: dict[tuple[int, int], tuple[ServerCore, Replication]] = {}
         for chain in self.chains.chains:
             for server in chain.servers:
                 core = ServerCore(index=chain.key_range, epoch=EPOCH)
-                core.configure(ServerSpec(LAYOUT, ranges[chain.key_range], spec, RULES[rule](members), None))
-                self.copies[server, chain.key_range] = core, Replication(core, server=server, chain=chain)
+                core.configure(
+                    ServerSpec(
+                        LAYOUT,
+                        ranges[chain.key_range],
+                        spec,
+                        RULES[rule](members),
+                        None,
+                        outlives_workers=outlives_workers,
+                        is_copied_apart=is_apart,
+                    )
+                )
+                reach = partial(self.attach_copy, server, chain.key_range)
+                self.copies[server, chain.key_range] = core, Replication(core, server=server, chain=chain, reach=reach)
         self.heads = [[chain.head for chain in self.chains.chains] for _ in range(num_workers)]  # as workers know
-        self.worker_hosts = [hosts[rank % len(hosts)] for rank in range(num_workers)]
         self.buffers = [
             [torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(2)] for _ in range(num_workers)
         ]
@@ -134,10 +151,13 @@ class Net:
         if not ways:
             return False
         source, target, key_range = way = self.random.choice(ways)
-        item = self.ways[way].popleft()
+        self.take(source, target, key_range, self.ways[way].popleft())
+        return True
+
+    def take(self, source: str, target: str, key_range: int, item: Any) -> None:
         number = int(target[1:])
         if target[0] == "s" and number in self.dead:
-            return True
+            return
         if source == "launcher":
             self.hear_of(target, item)
         elif target[0] == "w":
@@ -146,7 +166,6 @@ class Net:
                 self.ask(number, client.receive(key_range, Message.decode(item, epoch=None)))
         else:
             self.serve(source, number, key_range, Message.decode(item, epoch=None))
-        return True
 
     def serve(self, source: str, server: int, key_range: int, message: Message) -> None:
         core, copy = self.copies[server, key_range]
@@ -155,9 +174,17 @@ class Net:
             is_beside = self.is_beside(worker, server)
             parameters, gradients = self.buffers[worker] if is_beside else (None, None)
             about = core.attach(message, gradients=gradients, parameters=parameters, is_beside=is_beside)
-            self.do(server, key_range, iter([Send(worker, core.message(Kind.OK, body=about))]))
+            answer = core.message(Kind.OK, body=about)
+            told = copy.attached(message, answer) if self.outlives_workers else iter([Send(worker, answer)])
+            self.do(server, key_range, told)
         else:
             self.do(server, key_range, copy.receive(message, 0.0))
+
+    def attach_copy(self, server: int, key_range: int, message: Message) -> None:
+        """As a copy does that another one tells of this worker."""
+        is_beside = self.is_beside(message.sender, server)
+        gradients = self.buffers[message.sender][1] if is_beside else None
+        self.copies[server, key_range][0].attach(message, gradients=gradients, parameters=None, is_beside=is_beside)
 
     def do(self, server: int, key_range: int, actions: Iterator[CopyAction]) -> None:
         for action in actions:
@@ -167,6 +194,8 @@ class Net:
             elif isinstance(action, ToServer):
                 frames = [bytes(frame) for frame in action.message.encode()]
                 self.put(f"s{server}", f"s{action.to}", key_range, frames)
+            elif isinstance(action, Said):
+                action.say(action.what)
             elif isinstance(action, Updated):
                 self.records += action.records
                 continue

@@ -1,0 +1,304 @@
+"""Workers and servers die, and workers join, between any two messages, where servers have copies: what a worker has
+pushed counts in all key ranges or in none, once, and nobody waits for whoever is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.elastic import Done
+from paceline.server.actions import Send
+from paceline.server.chains import Chain, from_body, to_body
+from paceline.server.replication import Replication
+from paceline.server.spec import Push
+from paceline.server.whole_pushes import what_counts
+from tests.unit import test_replication
+from tests.unit.test_replication import DEATHS, FOREVER, LAYOUT, PLAIN, TWO_DEATHS, Death
+
+STEPS, NUM_WORKERS, JOINER = 3, 2, 2
+Call = Callable[[Replication, Callable[[Any], None]], Any]
+Asking = Generator[None, None, Any]
+
+
+@dataclass(frozen=True)
+class Places:
+    """The hosts of servers, and those of the workers, of whom the last one joins."""
+
+    servers: tuple[str, ...]
+    workers: tuple[str, ...]
+
+
+PLACES = {
+    "one host": Places(("a", "a", "a"), ("a", "a", "a")),
+    "servers on one host": Places(("a", "a", "a"), ("a", "b", "b")),
+    "hosts with both": Places(("a", "b", "c"), ("a", "b", "c")),
+    "two hosts with both": Places(("a", "b", "b"), ("b", "a", "b")),
+    "hosts apart": Places(("a", "b", "c"), ("d", "d", "e")),
+}
+
+
+class Net(test_replication.Net):
+    """And a launcher, which asks whoever serves each key range, and asks again where another one has taken over."""
+
+    num_joiners = 1
+
+    def __init__(self, rule: str, places: Places, *, replicas: int, deaths: Sequence[Death], seed: int) -> None:
+        self.serving: dict[int, int] = {}
+        self.present: set[int] = set()
+        self.launcher: Asking | None = None
+        self.silent: set[str] = set()
+        self.later: dict[int, list[Any]] = {}  # what workers have yet to look at
+        super().__init__(
+            rule,
+            num_workers=NUM_WORKERS + 1,
+            hosts=places.servers,
+            replicas=replicas,
+            spec=PLAIN,
+            deaths=deaths,
+            seed=seed,
+            outlives_workers=True,
+            worker_hosts=places.workers,
+        )
+        self.serving = {chain.key_range: chain.head for chain in self.chains.chains}
+        self.present = set(range(len(self.clients)))
+
+    def kill(self, death: Death) -> None:
+        super().kill(death)
+        for key_range, server in list(self.serving.items()):
+            if server == death.server:
+                del self.serving[key_range]
+
+    def hear_of(self, target: str, item: Any) -> None:
+        number = int(target[1:])
+        if target[0] == "w" and self.clients[number].is_done:  # it looks when it asks for something
+            self.later.setdefault(number, []).append(item)
+        elif target[0] == "w":
+            super().hear_of(target, item)
+        elif isinstance(item, dict):
+            chain = from_body(item)
+            self.do(number, chain.key_range, self.copies[number, chain.key_range][1].reform(chain))
+            if chain.head == number:
+                self.put(target, "launcher", chain.key_range, chain)
+        else:
+            key_range, call, said = item
+            self.do(number, key_range, call(self.copies[number, key_range][1], partial(self._say, target, item, said)))
+
+    def _say(self, server: str, item: Any, said: dict[int, Any], what: Any) -> None:
+        self.put(server, "launcher", item[0], (item[0], said, what))
+
+    def ask(self, worker: int, sends: Iterable[Send]) -> None:
+        super().ask(worker, sends)
+        if not self.clients[worker].is_done:
+            for item in self.later.pop(worker, []):
+                super().hear_of(f"w{worker}", item)
+
+    def take(self, source: str, target: str, key_range: int, item: Any) -> None:
+        if target == "launcher":
+            self.hear(key_range, item)
+        elif target not in self.silent:
+            super().take(source, target, key_range, item)
+
+    def deliver_one(self) -> bool:
+        if self.launcher is not None and self.random.random() < 0.2:
+            return self.go_on()
+        return super().deliver_one() or (self.launcher is not None and self.go_on())
+
+    def hear(self, key_range: int, item: Any) -> None:
+        """The launcher has word of a server: that it serves, or what it was asked."""
+        if not isinstance(item, Chain):
+            _, said, what = item
+            said.setdefault(key_range, what)
+        elif item.head not in self.dead and key_range not in self.serving:
+            self.serving[key_range] = item.head
+            for worker in self.present:
+                self.put("launcher", f"w{worker}", key_range, to_body(item))
+
+    def go_on(self) -> bool:
+        """What the launcher does; whether there is anything."""
+        assert self.launcher is not None
+        try:
+            next(self.launcher)
+        except StopIteration:
+            self.launcher = None
+        return True
+
+    def asked(self, call: Call) -> Asking:
+        """Returns what is said of each key range."""
+        said: dict[int, Any] = {}
+        asked: dict[int, int] = {}
+        while len(said) < len(self.chains.chains):
+            for key_range, server in self.serving.items():
+                if key_range not in said and asked.get(key_range) != server:
+                    asked[key_range] = server
+                    self.put("launcher", f"s{server}", key_range, (key_range, call, said))
+            yield
+        return [said[key_range] for key_range in sorted(said)]
+
+
+class Training:
+    """Each worker pushes so many times, whenever it may, and leaves; but for the one that dies, and the one that comes
+    when the launcher has let it in."""
+
+    def __init__(self, net: Net, *, dead: int | None, lives_on: bool) -> None:
+        self.net, self.dead, self.lives_on = net, dead, lives_on
+        self.steps, self.asked = [0] * len(net.clients), [""] * len(net.clients)
+        self.acting = set(range(NUM_WORKERS))
+        self.done, self.begins = Done(0, STEPS), 0
+        self.has_died = self.has_joined = False
+
+    def die(self) -> None:
+        """Of what the worker has sent to each server the last part may be lost."""
+        assert self.dead is not None
+        net, self.has_died = self.net, True
+        if not self.lives_on:
+            self.acting.discard(self.dead)
+            net.silent.add(f"w{self.dead}")
+            for (source, _, _), queue in net.ways.items():
+                if source == f"w{self.dead}":
+                    for _ in range(net.random.randint(0, len(queue))):
+                        queue.pop()
+
+    def letting_go(self) -> Asking:
+        dead, net = self.dead, self.net
+        net.present.discard(dead)
+        counts = what_counts((yield from net.asked(lambda copy, say: copy.part_with(dead, say))))
+        self.done = Done() if counts is None else Done(*counts.body["done"])
+        yield from net.asked(lambda copy, say: copy.let_go(dead, counts, say, 0.0))
+        self.acting.discard(dead)
+
+    def letting_in(self) -> Asking:
+        net = self.net
+        self.begins = max((yield from net.asked(lambda copy, say: copy.expect(JOINER, say))))
+        yield from net.asked(lambda copy, say: copy.let_in(JOINER, self.begins, say, 0.0))
+        net.ask(JOINER, net.clients[JOINER].wait(pause_at=FOREVER))
+        self.asked[JOINER] = "wait"
+        self.acting.add(JOINER)
+        self.has_joined = True
+
+    def go_on(self) -> None:
+        for worker in list(self.acting):
+            client = self.net.clients[worker]
+            if self.asked[worker] == "left" or (self.asked[worker] and not client.is_done):
+                continue
+            if self.asked[worker]:
+                client.require_done()
+            if self.asked[worker] == "leave":
+                self.asked[worker] = "left"
+                continue
+            if self.asked[worker]:
+                assert client.reply().admitted
+                self.steps[worker] += self.asked[worker] == "push"
+            if self.steps[worker] < STEPS:
+                self.asked[worker] = "push"
+                for gradient in LAYOUT.views(self.net.buffers[worker][1]):
+                    gradient.fill_(value_of(worker, self.steps[worker]))
+                push = Push(pause_at=FOREVER, done=Done(0, self.steps[worker] + 1))
+                self.net.ask(worker, client.exchange(push))
+            else:
+                self.asked[worker] = "leave"
+                self.net.ask(worker, client.leave())
+
+    def run(self, *, dies_after: int | None, joins_after: int | None) -> None:
+        num_delivered, net = 0, self.net
+        to_do: list[tuple[int, str]] = sorted(
+            (after, what) for after, what in ((dies_after, "die"), (joins_after, "join")) if after is not None
+        )
+        self.go_on()
+        while True:
+            if to_do and num_delivered >= to_do[0][0]:
+                if to_do[0][1] == "join" and net.launcher is None:
+                    to_do.pop(0)
+                    net.launcher = self.letting_in()
+                elif to_do[0][1] == "die" and not self.has_died:
+                    self.die()
+                if to_do and to_do[0][1] == "die" and net.launcher is None:
+                    to_do.pop(0)
+                    net.launcher = self.letting_go()
+            if not net.deliver_one() and not to_do:
+                break
+            num_delivered += 1
+            self.go_on()
+        living = [worker for worker in self.acting if not (self.has_died and worker == self.dead)]
+        assert all(self.asked[worker] == "left" for worker in living), (self.asked, [c.due for c in net.clients])
+
+
+def value_of(worker: int, step: int) -> float:
+    return 2.0 ** (worker * STEPS + step)
+
+
+def counted(training: Training) -> dict[int, dict[int, float]]:
+    """By clock, of each worker: what it pushed for it that is to count."""
+    by_clock: dict[int, dict[int, float]] = {}
+    for worker in range(NUM_WORKERS + training.has_joined):
+        num = training.done.own if training.has_died and worker == training.dead else STEPS
+        first = training.begins if worker == JOINER else 0
+        for step in range(num):
+            by_clock.setdefault(first + step, {})[worker] = value_of(worker, step)
+    return by_clock
+
+
+def require_each_counts_whole(
+    rule: str,
+    places: str,
+    deaths: Sequence[Death],
+    *,
+    replicas: int,
+    seed: int,
+    dies_after: int | None,
+    joins_after: int | None = None,
+    lives_on: bool = False,
+) -> None:
+    net = Net(rule, PLACES[places], replicas=replicas, deaths=deaths, seed=seed)
+    training = Training(net, dead=None if dies_after is None else NUM_WORKERS - 1, lives_on=lives_on)
+    training.run(dies_after=dies_after, joins_after=joins_after)
+    clocks = counted(training).values()
+    parts = sum(sum(each.values()) / (len(each) if rule == "bsp" else 1) for each in clocks)
+    found = torch.cat([tensor.double().reshape(-1) for tensors in net.heads_parameters() for tensor in tensors])
+    assert found[found != 0].tolist() == pytest.approx([-parts] * int((found != 0).sum()), rel=1e-6)
+    assert int((found != 0).sum()) >= (101 if parts else 0)
+    net.assert_copies_are_equal()
+
+
+POINTS = st.integers(0, 90)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rule=st.sampled_from(["asp", "ssp", "bsp"]),
+    places=st.sampled_from(sorted(PLACES)),
+    death=DEATHS,
+    seed=st.integers(0, 2**32),
+    dies_after=POINTS,
+    joins_after=st.none() | POINTS,
+    lives_on=st.booleans(),
+)
+def test_a_worker_and_a_server_die(
+    rule: str, places: str, death: Death, seed: int, dies_after: int, joins_after: int | None, lives_on: bool
+) -> None:
+    require_each_counts_whole(
+        rule, places, [death], replicas=1, seed=seed, dies_after=dies_after, joins_after=joins_after, lives_on=lives_on
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rule=st.sampled_from(["asp", "ssp", "bsp"]),
+    places=st.sampled_from(sorted(PLACES)),
+    deaths=TWO_DEATHS,
+    seed=st.integers(0, 2**32),
+    dies_after=st.none() | POINTS,
+    joins_after=POINTS,
+)
+def test_a_worker_joins_and_two_servers_die(
+    rule: str, places: str, deaths: list[Death], seed: int, dies_after: int | None, joins_after: int
+) -> None:
+    require_each_counts_whole(
+        rule, places, deaths, replicas=2, seed=seed, dies_after=dies_after, joins_after=joins_after
+    )

@@ -303,7 +303,7 @@ def _require_survivable(
             f"strategy {name_of(plan)} cannot go on without a worker that dies so far; --elastic is for all-reduce "
             "with algorithm=auto, no codec, and aggregate=mean, for local updates (local-sgd, slowmo, diloco) "
             "with fragments=1, delay=0, alpha=0, no codec, and aggregate=mean, and for ps-bsp, ps-ssp and ps-asp "
-            "without replicas, backup_workers, torn_reads, combine=always and a codec, and with aggregate=mean"
+            "without backup_workers, torn_reads, combine=always and a codec, and with aggregate=mean"
         )
     if elastic.global_batch == "keep" and not traits.lock_step:
         own = "each worker takes its own steps, as many as it has batches"

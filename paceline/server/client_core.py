@@ -82,15 +82,25 @@ class ClientCore:
         epoch: of the membership.
         beside: of each server, in the order of their key ranges, whether it is on this worker's host.
         carries_bytes: messages to servers elsewhere hold tensors as frames; else they only stand for them.
+        epochs: of messages to each server, where some have taken others' places; none: the membership's.
     """
 
-    def __init__(self, *, rank: int, epoch: int, beside: Sequence[bool], carries_bytes: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        epoch: int,
+        beside: Sequence[bool],
+        carries_bytes: bool = True,
+        epochs: Sequence[int] | None = None,
+    ) -> None:
         self.what = ""
         """The present conversation is about, in words."""
         self.moved_bytes = 0
         """Of its messages so far."""
         self._rank, self._epoch, self._carries_bytes = rank, epoch, carries_bytes
-        self._servers = [_Server(is_beside, epoch) for is_beside in beside]
+        each = [epoch] * len(beside) if epochs is None else epochs
+        self._servers = [_Server(is_beside, own) for is_beside, own in zip(beside, each, strict=True)]
         self._layout: Layout | None = None
         self._rows: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]] = ()
         self._clock = 0

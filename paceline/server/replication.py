@@ -160,17 +160,17 @@ class Replication:
         if entry.clock == self._number + len(self._change) + 1:
             self._change.append(entry)
             if not entry.flags & MORE:
-                yield from self._repeat()
+                change, self._change = self._change, []
+                for each in change:
+                    self._repeat(each)
+                for each in change:
+                    yield from self._hand_on(each)
         elif entry.clock <= self._acknowledged:
             yield from self._acknowledge(self._acknowledged)
 
-    def _repeat(self) -> Iterator[CopyAction]:
-        change, self._change = self._change, []
-        for entry in change:
-            entries.apply(entry, self._core, self._gradients, self._reach)
-        self._number += len(change)
-        for entry in change:
-            yield from self._hand_on(entry)
+    def _repeat(self, entry: Message) -> None:
+        entries.apply(entry, self._core, self._gradients, self._reach)
+        self._number = entry.clock
 
     def _hear(self, message: Message) -> Iterator[CopyAction]:
         """The copies after this one have all entries up to this."""

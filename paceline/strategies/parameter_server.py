@@ -215,7 +215,7 @@ class ParameterServer(Strategy):
     def _outlives_workers(self) -> bool:
         """What a worker pushes counts whole or not at all, and is joined with others' as it comes."""
         is_plain = self.codec is None and self.aggregate == MEAN and self.combine != "always"
-        return is_plain and not (self.replicas or self.backup_workers or self.torn_reads)
+        return is_plain and not (self.backup_workers or self.torn_reads)
 
     @property
     def _votes(self) -> bool:

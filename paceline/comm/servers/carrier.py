@@ -43,6 +43,8 @@ class Carrier(ABC):
 
     beside: Sequence[bool]
     """Of each server, in the order of their key ranges, whether it is on this worker's host."""
+    epochs: Sequence[int] | None = None
+    """Of messages to each server and from it; none: all are of the membership's."""
     is_all_beside: bool = False
     """All servers are on this worker's host, and none takes another's place: rows that lie in their memory can be read
     there, and gradients of rows go with a push."""
@@ -50,6 +52,9 @@ class Carrier(ABC):
     """Calls `Collective.standing`; set while this worker waits until all have pushed."""
     carries_bytes: bool
     """Tensors for servers elsewhere pass as bytes; else servers reach this worker's memory."""
+
+    def begin(self, client: ClientCore) -> None:
+        """Carry this conversation on where another server takes over."""
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> Tensor:

@@ -61,7 +61,9 @@ class ServerGroup(Store):
             epoch=epoch,
             beside=carrier.beside,
             carries_bytes=carrier.carries_bytes,
+            epochs=carrier.epochs,
         )
+        carrier.begin(self._client)
 
     def allocate(self, num_bytes: int) -> Tensor:
         return self._carrier.allocate(num_bytes)

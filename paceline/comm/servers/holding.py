@@ -1,5 +1,6 @@
 """What a server holds for one optimizer of a run: its core, the memory of workers on this host, and a loan to them."""
 
+import contextlib
 import functools
 import math
 import os
@@ -13,16 +14,19 @@ from paceline.comm.servers.lending import Lending, can_lend
 from paceline.comm.servers.line import LINE_BYTES, ServerLine
 from paceline.comm.servers.rows_in_view import RowsInView
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, PeerLost
 from paceline.messages import Kind, Message, Raw, WireError
 from paceline.records import Reporter, UpdateRecord
 from paceline.server.actions import Send, Updated
 from paceline.server.chains import Chain
-from paceline.server.replication import CopyAction, Replication, ToServer
+from paceline.server.replication import CopyAction, Replication, Said, ToServer
 from paceline.server.server_core import ServerCore
 from paceline.server.shard import Applied
 from paceline.server.spec import ServerSpec
 from paceline.server.tables.storage import InMemory
+
+Say = Callable[[Any], object]
+"""Is given what was asked for, when it is there."""
 
 
 @dataclass
@@ -74,6 +78,8 @@ class Holding:
         self._shared: SharedBlock | None = None
         self._lending: Lending | None = None
         self._replication: Replication | None = None
+        self._reached: dict[int, SharedBlock] = {}
+        """By worker that another copy has told of: its gradients, if it is on this host."""
         self._send_on: Callable[[int, int, Message], None] | None = None
 
     @property
@@ -97,7 +103,8 @@ class Holding:
             server: which one of the group this is.
             send_on: sends, of a key range, a server the message.
         """
-        self._replication, self._send_on = Replication(self.core, server=server, chain=chain), send_on
+        self._send_on = send_on
+        self._replication = Replication(self.core, server=server, chain=chain, reach=self._reach)
 
     def reform(self, chain: Chain) -> None:
         """The chain of copies has changed."""
@@ -122,7 +129,8 @@ class Holding:
             if self._lending is not None:
                 self._report(self._lending.take_back(self.core.parts))
             if message.kind is Kind.ATTACH:
-                self._attach(message)
+                answer = self._attach(message)
+                self._do(self._told_of(message, answer))
                 return
         except PacelineError as error:
             self._send(identity, self.core.failure(error))
@@ -134,14 +142,37 @@ class Holding:
             gradients = [self.neighbours[self.identity_of(rank)].gradients for rank in ranks]
             self._lending.lend(self.core.parts, gradients)
 
-    def let_go(self, worker: int, counts: Message | None) -> None:
-        """As `ServerCore.let_go`. The worker's memory stays, since what it has given may be read yet."""
-        actions = self.core.let_go(worker, counts, time.perf_counter())
-        self._do(action for action in actions if not (isinstance(action, Send) and action.to == worker))
+    def part_with(self, worker: int, say: Say) -> None:
+        """As `ServerCore.part_with`. What the launcher is told here and below, all copies have."""
+        if self._replication is None:
+            say(self.core.part_with(worker))
+        else:
+            self._do(self._replication.part_with(worker, say))
 
-    def let_in(self, worker: int, clock: int) -> None:
+    def let_go(self, worker: int, counts: Message | None, say: Say) -> None:
+        """As `ServerCore.let_go`. The worker's memory stays, since what it has given may be read yet."""
+        now_s = time.perf_counter()
+        if self._replication is None:
+            self._do(self.core.let_go(worker, counts, now_s))
+            say(None)
+        else:
+            self._do(self._replication.let_go(worker, counts, say, now_s))
+
+    def expect(self, worker: int, say: Say) -> None:
+        """As `ServerCore.expect`."""
+        if self._replication is None:
+            say(self.core.expect(worker))
+        else:
+            self._do(self._replication.expect(worker, say))
+
+    def let_in(self, worker: int, clock: int, say: Say) -> None:
         """Has the core let the worker in, and sends what it answers."""
-        self._do(self.core.let_in(worker, clock, time.perf_counter()))
+        now_s = time.perf_counter()
+        if self._replication is None:
+            self._do(self.core.let_in(worker, clock, now_s))
+            say(None)
+        else:
+            self._do(self._replication.let_in(worker, clock, say, now_s))
 
     def look(self) -> None:
         """Report what workers have done with what was lent to them, and do what is due by now."""
@@ -160,6 +191,8 @@ class Holding:
         self.core.close()
         for neighbour in self.neighbours.values():
             neighbour.close()
+        for block in self._reached.values():
+            block.close()
         if self._shared is not None:
             self._shared.close()
         if self._lending is not None:
@@ -176,6 +209,8 @@ class Holding:
                 self._send(self.identity_of(action.to), action.message)
             elif isinstance(action, ToServer):
                 self._send_to_copy(action)
+            elif isinstance(action, Said):
+                action.say(action.what)
             elif isinstance(action, Updated):
                 records += action.records
             else:
@@ -201,8 +236,26 @@ class Holding:
         else:
             self._send_elsewhere(identity, message)
 
-    def _attach(self, message: Message) -> None:
-        """Open the memory of a worker on this host, in place of what it had before."""
+    def _told_of(self, message: Message, answer: Message) -> Iterator[CopyAction]:
+        """A worker has attached, and is answered so."""
+        if self._replication is None or self._spec is None or not self._spec.outlives_workers:
+            return iter([Send(message.sender, answer)])
+        return self._replication.attached(message, answer)
+
+    def _reach(self, message: Message) -> None:
+        """A worker has attached to another copy: open its gradients, which are to be read here if both die."""
+        assert self._spec is not None
+        num_bytes, gradients = self._spec.layout.num_bytes, None
+        # A worker says nothing of its memory to a server on another host, nor is that to be opened on a third.
+        if message.body and not self._spec.is_copied_apart:
+            address = _address(message.body.get("gradients"), least_bytes=num_bytes)
+            with contextlib.suppress(PeerLost):
+                self._reached[message.sender] = block = SharedBlock.open(address)
+                gradients = block.tensor[:num_bytes]
+        self.core.attach(message, gradients=gradients, parameters=None, is_beside=gradients is not None)
+
+    def _attach(self, message: Message) -> Message:
+        """Open the memory of a worker on this host, in place of what it had before. Returns what it is told."""
         identity = self.identity_of(message.sender)
         if identity in self.neighbours:
             self.neighbours.pop(identity).close()
@@ -226,7 +279,7 @@ class Holding:
                 about["parameters"] = astuple(self._shared.address)
             if self._lending is not None:
                 about["loan"] = astuple(self._lending.address)
-        self._send_elsewhere(identity, self.core.message(Kind.OK, body=about))
+        return self.core.message(Kind.OK, body=about)
 
 
 def _address(numbers: Any, *, least_bytes: int) -> BlockAddress:
@@ -243,3 +296,10 @@ def identity_of(worker: int, number: int = 0, copy_of: int | None = None) -> byt
     whose copy the server has taken over."""
     name = f"worker-{worker}.{number}" if number else f"worker-{worker}"
     return (name if copy_of is None else f"{name}@{copy_of}").encode()
+
+
+def key_range_of(identity: bytes, own: int) -> int:
+    """Which one a worker means that has this name; `own`: the one that the server has from the start. Of no worker's
+    name it is any number."""
+    _, _, copy_of = identity.partition(b"@")
+    return int(copy_of) if copy_of.isdigit() else own

@@ -4,12 +4,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import zmq
 
 from paceline.comm.servers.copies import NextCopies, identity_of_server
-from paceline.comm.servers.holding import Holding
+from paceline.comm.servers.holding import Holding, Say, key_range_of
 from paceline.comm.servers.line import Bell, BellAddress
 from paceline.comm.wire import Keys, Listener
 from paceline.errors import PeerLost
@@ -21,7 +21,6 @@ from paceline.server.whole_pushes import Parted
 
 POLL_S = 0.1
 _ERRAND_S = 20.0
-T = TypeVar("T")
 
 
 @final
@@ -59,7 +58,7 @@ class ParameterService:
         self._first = Holding(index=index, number=0, epoch=epoch, reporter=reporter, send=self._listener.send)
         self._holdings = [self._first]
         self._asked: dict[bytes, Holding] = {}  # by the identity of who asks, if that is not the first
-        self._errands: deque[tuple[Callable[[], object], Future[Any]]] = deque()
+        self._errands: deque[tuple[Callable[[Say], None], Future[Any]]] = deque()
         self._is_stopping = False
 
     @property
@@ -119,26 +118,31 @@ class ParameterService:
         self._changed.append(chain)
         self._bell.ring()
 
-    def part_with(self, worker: int) -> Parted:
+    def part_with(self, key_range: int, worker: int) -> Parted:
         """As `ServerCore.part_with`, once all is done that the worker had asked; called from another thread, for the
-        one optimizer of a run."""
-        return self._sent_on_errand(lambda: self._first.core.part_with(worker))
+        one optimizer of a run, of a key range that this server serves."""
+        parted: Parted = self._sent_on_errand(lambda say: self._holding_of(key_range).part_with(worker, say))
+        return parted
 
-    def let_go(self, worker: int, counts: Message | None) -> None:
+    def let_go(self, key_range: int, worker: int, counts: Message | None) -> None:
         """As `ServerCore.let_go`; called from another thread."""
-        self._sent_on_errand(lambda: self._first.let_go(worker, counts))
+        self._sent_on_errand(lambda say: self._holding_of(key_range).let_go(worker, counts, say))
 
-    def expect(self, worker: int) -> int:
+    def expect(self, key_range: int, worker: int) -> int:
         """Has this server's loop call `ServerCore.expect`. May be called from another thread."""
-        return self._sent_on_errand(lambda: self._first.core.expect(worker))
+        clock: int = self._sent_on_errand(lambda say: self._holding_of(key_range).expect(worker, say))
+        return clock
 
-    def let_in(self, worker: int, clock: int) -> None:
+    def let_in(self, key_range: int, worker: int, clock: int) -> None:
         """Has this server's loop call `ServerCore.let_in`. May be called from another thread."""
-        self._sent_on_errand(lambda: self._first.let_in(worker, clock))
+        self._sent_on_errand(lambda say: self._holding_of(key_range).let_in(worker, clock, say))
 
-    def _sent_on_errand(self, errand: Callable[[], T]) -> T:
-        """What this gives when the loop has done it. Raises TimeoutError."""
-        future: Future[T] = Future()
+    def _holding_of(self, key_range: int) -> Holding:
+        return self._copies.get(key_range, self._first)
+
+    def _sent_on_errand(self, errand: Callable[[Say], None]) -> Any:
+        """What the errand says, which the loop begins. Raises TimeoutError."""
+        future: Future[Any] = Future()
         self._errands.append((errand, future))
         self._bell.ring()
         return future.result(timeout=_ERRAND_S)
@@ -148,7 +152,7 @@ class ParameterService:
             self._handle_lines()
         while self._errands:
             errand, future = self._errands.popleft()
-            future.set_result(errand())
+            errand(future.set_result)
 
     def _add(self, holding: Holding, spec: ServerSpec) -> None:
         self._asked |= {holding.identity_of(rank): holding for rank in spec.rule.members.ranks}
@@ -209,7 +213,7 @@ class ParameterService:
             copy, server = self._copies_before[identity]
             copy.handle_copy(server, frames)
             return
-        holding = self._asked.get(identity, self._first)
+        holding = self._asked.get(identity) or self._holding_of(key_range_of(identity, self._index))
         if identity in holding.neighbours:
             holding.neighbours[identity].asked_on_line = False
         holding.handle(identity, frames)

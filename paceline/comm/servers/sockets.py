@@ -28,7 +28,7 @@ from paceline.server.actions import Send
 from paceline.server.client_core import ClientCore
 from paceline.server.spec import OptimizerSpec, Reply
 
-_ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.WAIT, Kind.PULL, Kind.LEAVE}) | {
+_ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.COUNT, Kind.WAIT, Kind.PULL, Kind.LEAVE}) | {
     Kind.STEP_ASIDE,
     Kind.COME_BACK,
     Kind.READ_ROWS,
@@ -50,6 +50,10 @@ class ServerAddress:
 
     endpoint: str
     bell: BellAddress | None
+    epoch: int | None = None
+    """Of messages to it and from it; none: the run's."""
+    copy_of: int | None = None
+    """The key range, which another server had at the start."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,6 @@ class Move:
 
     key_range: int
     address: ServerAddress
-    epoch: int
-    """Messages about it carry this membership epoch from now on."""
 
 
 Moves = deque[Move]
@@ -149,14 +151,9 @@ class SocketCarrier(Carrier):
         self._yield_s = _YIELD_S if num_workers <= len(os.sched_getaffinity(0)) else 0.0
         self.beside = [server.bell is not None for server in servers]
         self.is_all_beside = all(self.beside) and moves is None
-        self._links = [
-            _Link(
-                Caller(keys, endpoint=server.endpoint, identity=identity_of(rank, number).decode()),
-                WorkerLine(server.bell, yield_s=self._yield_s) if server.bell is not None else None,
-                epoch,
-            )
-            for server in servers
-        ]
+        self._epoch, self._number = epoch, number
+        self._links = [self._link_to(server) for server in servers]
+        self.epochs = [link.epoch for link in self._links]
         self._poller = zmq.Poller()
         for link in self._links:
             self._register(link.caller)
@@ -165,6 +162,9 @@ class SocketCarrier(Carrier):
         self._abort_reason: str | None = None
         self._stands_since_s: float | None = None  # since when another worker is known to wait elsewhere
         self._look_s = WAKE_S  # how often a wait for servers elsewhere looks at the lines too
+
+    def begin(self, client: ClientCore) -> None:
+        self._client = client
 
     def allocate(self, num_bytes: int) -> Tensor:
         segment = SharedBlock.create(num_bytes)
@@ -181,7 +181,6 @@ class SocketCarrier(Carrier):
     def attached(
         self, client: ClientCore, layout: Layout, spec: OptimizerSpec, said: Sequence[Mapping[str, Any]]
     ) -> None:
-        self._client = client
         self._look_s = _GLANCE_S if client.has_followers else WAKE_S
         for index, (link, about) in enumerate(zip(self._links, said, strict=True)):
             if "parameters" in about:
@@ -255,8 +254,8 @@ class SocketCarrier(Carrier):
         while not client.is_done:
             if self._abort_reason is not None:
                 raise Aborted(f"{client.what} on rank {self._rank} was ended: {self._abort_reason}")
-            if self._moves:
-                self._follow(self._moves.popleft())
+            if self._moves and self._client is not None:
+                self._follow(self._moves.popleft(), self._client)
             for index, frames in self._receive_some(client.due):
                 link = self._links[index]
                 answer = Message.decode(frames, epoch=link.epoch)
@@ -287,22 +286,28 @@ class SocketCarrier(Carrier):
                 f"rank {self._rank} waits until all have pushed their gradients, and {standing}; {ALIKE}"
             )
 
-    def _follow(self, move: Move) -> None:
+    def _follow(self, move: Move, client: ClientCore) -> None:
         """Leave the server that had a key range, and ask the one that has it now. Nothing is done where that is gone as
-        well: either another one takes over, or the run ends."""
-        if self._client is None:
+        well: either another one takes over, or the run ends; nor where this is known already."""
+        index = move.key_range
+        if move.address.epoch is not None and move.address.epoch <= self._links[index].epoch:
             return
         with contextlib.suppress(PeerLost):
-            bell, index = move.address.bell, move.key_range
-            line = None if bell is None else WorkerLine(bell, yield_s=self._yield_s)
-            identity = identity_of(self._rank, copy_of=index).decode()
-            caller = Caller(self._keys, endpoint=move.address.endpoint, identity=identity)
+            link = self._link_to(move.address)
             for socket in self._links[index].caller.sockets:
                 self._poller.unregister(socket)
             self._links[index].close()
-            self._links[index] = link = _Link(caller, line, move.epoch)
-            self._register(caller)
-            self._send(self._client.moved(index, epoch=move.epoch, is_beside=line is not None, body=self._body(link)))
+            self._links[index] = link
+            self._register(link.caller)
+            is_beside = link.line is not None
+            self._send(client.moved(index, epoch=link.epoch, is_beside=is_beside, body=self._body(link)))
+
+    def _link_to(self, server: ServerAddress) -> _Link:
+        """Raises PeerLost where a server on this host has gone."""
+        line = None if server.bell is None else WorkerLine(server.bell, yield_s=self._yield_s)
+        identity = identity_of(self._rank, self._number, server.copy_of).decode()
+        caller = Caller(self._keys, endpoint=server.endpoint, identity=identity)
+        return _Link(caller, line, self._epoch if server.epoch is None else server.epoch)
 
     def abort(self, reason: str) -> None:
         self._abort_reason = reason

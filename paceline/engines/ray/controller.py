@@ -67,6 +67,8 @@ class Controller:
         """When each member was last heard, by the monotonic clock."""
         self.words: collections.deque[tuple[Kind, Mapping[str, Any]]] = collections.deque()
         """What members of a run that outlives deaths have said of themselves and of others."""
+        self.serves: collections.deque[Mapping[str, Any]] = collections.deque()
+        """Chains of servers, as those at their heads say that they serve them."""
         self.expelled: set[str] = set()
         """Members on other hosts that were silent for too long: nothing that they say counts any more."""
         self.leases: Mapping[str, float | None] = {}
@@ -175,8 +177,10 @@ class Controller:
                 self._files.begin(identity, str(message.body.get("name")), message.payload)
             elif message.kind is Kind.RESULT:
                 self.words.append((message.kind, {**message.body, "payload": message.payload}))
-            elif message.kind in (Kind.REPORT, Kind.GIFT, Kind.TAKE, Kind.RETIRED, Kind.SERVES, Kind.ENDS, Kind.LANE):
+            elif message.kind in (Kind.REPORT, Kind.GIFT, Kind.TAKE, Kind.RETIRED, Kind.ENDS, Kind.LANE):
                 self.words.append((message.kind, message.body))
+            elif message.kind is Kind.SERVES:
+                self.serves.append(message.body)
             elif message.kind is Kind.GOODBYE:
                 self.gone.add(identity)
             elif message.kind is Kind.LOAD:

@@ -1,53 +1,74 @@
 """The launcher's half of an elastic run under servers: these go on without a worker that is gone, and the others do
 what it has not done of its data; they take in one who comes, which does what others have not begun."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from paceline.elastic import Done, LaneBatch, Lanes
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.members import Members
+from paceline.engines.ray.takeover import Takeover
 from paceline.errors import RunFailed
 from paceline.messages import Kind
 from paceline.server.whole_pushes import what_counts
 
 _ANSWER_S = 20.0
+_TURN_S = 0.05
 
 
 @final
 class LettingGo:
-    """Raises RunFailed where a server does not answer. One that has died ends the run elsewhere."""
+    """Raises RunFailed where a server does not answer. One that has died ends the run elsewhere, or another one takes
+    over, and is asked then.
+
+    Args:
+        num_servers: at the start, each of which has a key range.
+        say: shows a line where the run was started.
+    """
 
     def __init__(
-        self, controller: Controller, members: Members, *, num_workers: int, say: Callable[[str], None]
+        self,
+        controller: Controller,
+        members: Members,
+        *,
+        num_workers: int,
+        num_servers: int,
+        say: Callable[[str], None],
     ) -> None:
-        """`say`: shows a line where the run was started."""
         self._controller, self._members, self._say = controller, members, say
+        self._num_servers = num_servers
+        self._takeover: Takeover | None = None
+        self._take_over: Callable[[], None] = lambda: None
         self._lanes = Lanes.first(num_workers)
         self._in_lane: set[int] = set()  # workers that have all of a lane to themselves
         self.epochs: dict[str, int] = {}
         """Of the data, which each worker has begun last, by its name."""
 
+    def outlive_servers(self, takeover: Takeover, take_over: Callable[[], None]) -> None:
+        """Servers may die: `take_over` has the launcher look who has, and hear who serves."""
+        self._takeover, self._take_over = takeover, take_over
+
     def let_go(self, rank: int) -> None:
         """This worker is gone. Its last gradient counts on all servers, or on none. What it has done is known before
         servers go on, and so before anybody asks what is left."""
-        servers = list(self._members.servers.values())
-        counts = what_counts(self._ask([server.part_with.remote(rank) for server in servers]))
+        if self._takeover is not None:
+            self._takeover.part_with(f"worker-{rank}")
+        counts = what_counts(self._ask(lambda server, key_range: server.part_with.remote(key_range, rank)))
         done = Done(*counts.body["done"]) if counts is not None else Done()
         self._lanes = self._lanes.gone(rank, done)
         self._in_lane.discard(rank)
         self._controller.event("let_go", f"worker-{rank}", **done._asdict())
-        self._ask([server.let_go.remote(rank, counts) for server in servers])
+        self._ask(lambda server, key_range: server.let_go.remote(key_range, rank, counts))
 
     def let_in(self, rank: int) -> None:
         """This worker takes part from here on. A server that expects it makes no further bsp update without it, so that
         all can agree on the first one that it is to be in."""
-        servers = list(self._members.servers.values())
-        clock = max(self._ask([server.expect.remote(rank) for server in servers]), default=0)
-        self._ask([server.let_in.remote(rank, clock) for server in servers])
+        clock = max(self._ask(lambda server, key_range: server.expect.remote(key_range, rank)), default=0)
+        self._ask(lambda server, key_range: server.let_in.remote(key_range, rank, clock))
         self._lanes = self._lanes.come(rank)
         self._controller.event("let_in", f"worker-{rank}", clock=clock)
 
@@ -92,10 +113,32 @@ class LettingGo:
                 + ", ".join(f"in epoch {each.epoch}, of lane {each.lane}, from batch {each.number} on" for each in left)
             )
 
-    def _ask(self, futures: list[Any]) -> list[Any]:
-        try:
-            return list(ray.get(futures, timeout=_ANSWER_S))
-        except GetTimeoutError:
-            raise RunFailed(f"servers do not answer for {_ANSWER_S:g} s, and a worker is gone") from None
-        except RayError:  # its process has ended, as the supervisor is about to see
-            return []
+    def _ask(self, ask: Callable[[Any, int], Any]) -> list[Any]:
+        """What is said of each key range by whoever serves it, also where that is another one than was asked first."""
+        said: dict[int, Any] = {}
+        asked: dict[int, tuple[str, Any]] = {}
+        until_s = time.monotonic() + _ANSWER_S
+        while len(said) < self._num_servers:
+            for key_range in range(self._num_servers):
+                server = self._server_of(key_range)
+                is_asked = key_range in asked and asked[key_range][0] == server
+                if server is not None and server in self._members.actors and key_range not in said and not is_asked:
+                    asked[key_range] = server, ask(self._members.actors[server], key_range)
+            waiting = {future: key_range for key_range, (_, future) in asked.items() if future is not None}
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=_TURN_S) if waiting else ([], [])
+            for future in ready:
+                key_range = waiting[future]
+                asked[key_range] = asked[key_range][0], None
+                try:
+                    said[key_range] = ray.get(future)
+                except RayError:  # its process has ended, as the supervisor is about to see
+                    if self._takeover is None:
+                        return []
+            if not ready:
+                self._take_over()
+            if time.monotonic() > until_s:
+                raise RunFailed(f"servers do not answer for {_ANSWER_S:g} s, and a worker has gone or come")
+        return [said[key_range] for key_range in sorted(said)]
+
+    def _server_of(self, key_range: int) -> str | None:
+        return f"server-{key_range}" if self._takeover is None else self._takeover.head_of(key_range)

@@ -16,6 +16,7 @@ from paceline.engines.ray.liveness import Watch
 from paceline.engines.ray.members import Members, actor_of, last_line
 from paceline.engines.ray.nodes import Node, Place, least_loaded, nodes, own_node_id
 from paceline.engines.ray.survival import Survival, rank_of
+from paceline.engines.ray.takeover import Takeover
 from paceline.engines.ray.worker_actor import WorkerActor
 from paceline.engines.ray.world_spec import Newcomer, WorkerInfo, WorldSpec
 from paceline.errors import UsageError
@@ -29,6 +30,7 @@ class Newcomers:
         spec: what the run began with.
         program: as Ray keeps it.
         environment: variables that they are given.
+        takeover: where servers may die, and others have their key ranges.
         say: shows a line where the run was started.
     """
 
@@ -43,8 +45,10 @@ class Newcomers:
         spec: WorldSpec,
         program: Any,
         environment: Mapping[str, str],
+        takeover: Takeover | None,
         say: Callable[[str], None],
     ) -> None:
+        self._takeover = takeover
         self._elastic, self._survival, self._controller = elastic, survival, controller
         self._members, self._watch, self._say = members, watch, say
         self._spec, self._program, self._environment = spec, program, environment
@@ -61,9 +65,9 @@ class Newcomers:
         if self._is_asked and self._survival.has_begun and self._survival.staying:
             self.scale(self._wanted)
         self._coming = [name for name in self._coming if rank_of(name) not in self._survival.ranks]
-        ready, _ = (
-            ray.wait(list(self._starting), num_returns=len(self._starting), timeout=0) if self._starting else ([], 0)
-        )
+        is_served = self._takeover is None or self._takeover.is_settled
+        starting = list(self._starting) if is_served else []
+        ready, _ = ray.wait(starting, num_returns=len(starting), timeout=0) if starting else ([], 0)
         for future in ready:
             name = self._starting.pop(future)
             try:
@@ -167,7 +171,8 @@ class Newcomers:
         newcomer = Newcomer(
             rank, max(1, info.num_cores // self._num_workers[info.node_id]), in_pieces=self._spec.is_apart
         )
-        spec = replace(self._spec, workers=(info,), is_resumed=False, newcomer=newcomer)
+        chains = None if self._takeover is None else self._takeover.chains
+        spec = replace(self._spec, workers=(info,), is_resumed=False, newcomer=newcomer, chains_now=chains)
         members.pending[members.actors[name].run.remote(spec, rank, self._program, self._launcher, [])] = name
 
     def _fail(self, name: str, why: str) -> None:

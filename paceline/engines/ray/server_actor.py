@@ -67,21 +67,21 @@ class ServerActor:
         finally:
             self._line.close()
 
-    def part_with(self, worker: int) -> Parted:
+    def part_with(self, key_range: int, worker: int) -> Parted:
         """As `ParameterService.part_with`."""
-        return self._built.part_with(worker)
+        return self._built.part_with(key_range, worker)
 
-    def let_go(self, worker: int, counts: Message | None) -> None:
+    def let_go(self, key_range: int, worker: int, counts: Message | None) -> None:
         """As `ParameterService.let_go`."""
-        self._built.let_go(worker, counts)
+        self._built.let_go(key_range, worker, counts)
 
-    def expect(self, worker: int) -> int:
+    def expect(self, key_range: int, worker: int) -> int:
         """As `ParameterService.expect`."""
-        return self._built.expect(worker)
+        return self._built.expect(key_range, worker)
 
-    def let_in(self, worker: int, clock: int) -> None:
+    def let_in(self, key_range: int, worker: int, clock: int) -> None:
         """As `ParameterService.let_in`."""
-        self._built.let_in(worker, clock)
+        self._built.let_in(key_range, worker, clock)
 
     def stop(self) -> None:
         self._built.stop()
@@ -117,7 +117,8 @@ def configure(
         for pieces in ranges
     ]
     if spec.config.elastic is not None:
-        specs = [replace(each, outlives_workers=True) for each in specs]
+        is_copied_apart = spec.chains is not None and len({server.node_id for server in spec.servers}) > 1
+        specs = [replace(each, outlives_workers=True, is_copied_apart=is_copied_apart) for each in specs]
     if spec.chains is None:
         ray.get([server.configure.remote(own) for server, own in zip(servers, specs, strict=True)])
         return

@@ -131,6 +131,14 @@ class Supervisor:
             job.num_at_start or job.num_workers,
         )
         program = ray.put(job.program)  # put once, fetched by each worker: a function may bring data along
+        if spec.chains is not None:
+            self._takeover = Takeover(
+                spec.chains,
+                self._controller,
+                pids={name: info.pid for name, info in members.infos.items()},
+                say=self._say,
+                remedy=self._remedy,
+            )
         elastic, letting_go = job.config.elastic, None
         if elastic is not None:
             workers_elsewhere = {
@@ -142,8 +150,14 @@ class Supervisor:
                 raise UsageError("--elastic is for workers on CPUs so far; leave it out, or use --device cpu")
             if self._traits.outlives_workers:
                 letting_go = self._letting_go = LettingGo(
-                    self._controller, members, num_workers=spec.size, say=self._say
+                    self._controller,
+                    members,
+                    num_workers=spec.size,
+                    num_servers=len(spec.servers),
+                    say=self._say,
                 )
+                if self._takeover is not None:
+                    letting_go.outlive_servers(self._takeover, self._look_after_servers)
             self._survival = Survival(
                 elastic,
                 self._controller,
@@ -164,6 +178,7 @@ class Supervisor:
                 spec=spec,
                 program=program,
                 environment=job.environment,
+                takeover=self._takeover,
                 say=self._say,
             )
             if self._wanted is not None:
@@ -171,14 +186,6 @@ class Supervisor:
                     self._newcomers.scale(self._wanted)
                 except UsageError as refused:
                     self._say(str(refused))
-        if spec.chains is not None:
-            self._takeover = Takeover(
-                spec.chains,
-                self._controller,
-                pids={name: info.pid for name, info in members.infos.items()},
-                say=self._say,
-                remedy=self._remedy,
-            )
         transport(spec.members)  # refuses what cannot be connected before anybody tries
         threads = [spec.num_threads(rank) for rank in range(spec.size)]
         pids = {name: info.pid for name, info in members.infos.items()}
@@ -274,7 +281,8 @@ class Supervisor:
             if not survival.has_begun:
                 return
         try:
-            for name in sorted(members.dead - members.servers.keys()):  # servers' deaths end the run
+            # Servers' deaths end the run, or others take over, elsewhere.
+            for name in sorted(members.dead - members.servers.keys()):
                 if name in self._controller.gone | survival.left:
                     survival.end(name)
                 else:
@@ -289,6 +297,13 @@ class Supervisor:
         except RunFailed as failure:
             self._give_up(failure)
             raise
+
+    def _look_after_servers(self) -> None:
+        """As a turn does, in the middle of one: who waits for servers goes on when others have taken over."""
+        self._controller.turn(timeout_s=0.0)  # commands wait for the whole turn
+        self._collect()
+        if self._takeover is not None:
+            self._take_over(self._takeover)
 
     def _take_over(self, takeover: Takeover) -> None:
         try:

@@ -31,12 +31,28 @@ class Takeover:
         say: Callable[[str], None],
         remedy: Callable[[], str],
     ) -> None:
-        self._chains, self._controller, self._pids = chains, controller, pids
+        self.chains, self._controller, self._pids = chains, controller, pids
         self._say, self._remedy = say, remedy
         self._awaited: dict[int, tuple[Chain, float]] = {}  # by key range: who is to serve it, and since when
+        self._parted: set[str] = set()
+        self._told: set[str] = set()  # workers
+
+    def head_of(self, key_range: int) -> str | None:
+        """Who serves it; none: another one is about to."""
+        return None if key_range in self._awaited else f"server-{self.chains.chains[key_range].head}"
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every key range is served."""
+        return not self._awaited
+
+    def part_with(self, worker: str) -> None:
+        """It is told no more who serves: nothing that it pushes is to be heard by a server that does not know."""
+        self._parted.add(worker)
 
     def turn(self, members: Members) -> None:
         """Servers that have died are no members any more, and others have their key ranges."""
+        self._tell_newcomers()
         self._hear()
         for name in sorted(members.dead & members.servers.keys()) if self._has_begun else ():
             members.forget(name)
@@ -52,9 +68,9 @@ class Takeover:
     def _lose(self, name: str) -> None:
         """This server's process has ended: have the next ones of its chains go on."""
         server, now_s = int(name.partition("-")[2]), time.monotonic()
-        served = [chain.key_range for chain in self._chains.chains if chain.servers[0] == server]
-        self._chains, changed = self._chains.died(server)
-        process, left = self._pids[name], len(self._chains.chains) - len(self._chains.dead)
+        served = [chain.key_range for chain in self.chains.chains if chain.servers[0] == server]
+        self.chains, changed = self.chains.died(server)
+        process, left = self._pids[name], len(self.chains.chains) - len(self.chains.dead)
         self._controller.event("server_lost", name, process=process, key_ranges=served, left=left)
         self._say(f"server {server} (process {process}) is lost; servers left: {left}")
         self._require_all(changed)
@@ -66,16 +82,14 @@ class Takeover:
 
     def _hear(self) -> None:
         """Take in which servers have taken over, and send workers there."""
-        while self._controller.words:
-            _, body = self._controller.words.popleft()
-            chain = from_body(body)
+        while self._controller.serves:
+            chain = from_body(self._controller.serves.popleft())
             awaited, since_s = self._awaited.get(chain.key_range, (None, 0.0))
             if chain != awaited:
                 continue
             del self._awaited[chain.key_range]
-            for name in self._controller.num_steps:
-                if name.startswith("worker"):
-                    self._controller.tell(name, Kind.CHAIN, **to_body(chain))
+            for name in self._told - self._parted:
+                self._controller.tell(name, Kind.CHAIN, **to_body(chain))
             took_s, copies = time.monotonic() - since_s, len(chain.servers)
             self._controller.event(
                 "taken_over", f"server-{chain.head}", key_range=chain.key_range, copies=copies, took_s=took_s
@@ -84,9 +98,17 @@ class Takeover:
                 f"server {chain.head} has key range {chain.key_range} now, {took_s:.2f} s later; copies of it: {copies}"
             )
 
+    def _tell_newcomers(self) -> None:
+        """Who has just said a first word may have come before the last servers died."""
+        for name in {name for name in self._controller.num_steps if name.startswith("worker")} - self._told:
+            self._told.add(name)
+            for chain in self.chains.chains if self.chains.dead else ():
+                if chain.key_range not in self._awaited:
+                    self._controller.tell(name, Kind.CHAIN, **to_body(chain))
+
     def _require_all(self, changed: list[Chain]) -> None:
         lost = [chain.key_range for chain in changed if not chain.servers]
         if lost:
-            dead = " and ".join(f"server {each} (process {self._pids[f'server-{each}']})" for each in self._chains.dead)
+            dead = " and ".join(f"server {each} (process {self._pids[f'server-{each}']})" for each in self.chains.dead)
             ranges = ", ".join(map(str, lost))
             raise RunFailed(f"{dead} have died, and with them every copy of key range {ranges}; {self._remedy()}")

@@ -102,8 +102,7 @@ class WorkerActor:
         world: World | None = None
 
         def move(chain: Chain) -> None:
-            address = spec.server_address(chain.head, node_id=spec.workers[rank].node_id)
-            moves.append(Move(chain.key_range, address, chain.epoch))
+            moves.append(Move(chain.key_range, spec.address_of(chain, node_id=own_node_id())))
 
         def progress() -> int:
             return world.progress() if world is not None else 0
@@ -172,7 +171,7 @@ class WorkerActor:
         def store_of(number: int) -> Store:
             store = connect_servers(
                 launcher.keys,
-                servers=[spec.server_address(index, node_id=me.node_id) for index in range(len(spec.servers))],
+                servers=spec.server_addresses(node_id=me.node_id),
                 collective=collective,
                 configure=partial(configure, spec, servers, number),
                 epoch=spec.epoch,

@@ -1,6 +1,6 @@
 """The world of a run, as its members are told it: who they are, where, and what they train under."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.comm.connecting import Site
 from paceline.comm.servers.line import BellAddress
@@ -8,7 +8,7 @@ from paceline.comm.servers.sockets import ServerAddress
 from paceline.comm.shared_memory.block import BlockAddress
 from paceline.config import RunConfig
 from paceline.membership import Membership
-from paceline.server.chains import Chains
+from paceline.server.chains import Chain, Chains
 from paceline.strategies.base import Strategy
 
 
@@ -59,6 +59,8 @@ class WorldSpec:
     """Workers that the run began with, where it was resumed with others."""
     newcomer: Newcomer | None = None
     """The only worker of this world, until it has joined the others."""
+    chains_now: Chains | None = None
+    """Where it comes when servers may have died already."""
 
     @property
     def membership(self) -> Membership:
@@ -88,14 +90,25 @@ class WorldSpec:
 
     @property
     def chains(self) -> Chains | None:
-        """Who holds which key range at the start, if servers have replicas."""
+        """Who holds which key range, if servers have replicas."""
+        if self.chains_now is not None:
+            return self.chains_now
         replicas, hosts = self.strategy.traits.num_replicas, [server.node_id for server in self.servers]
         return Chains.first(hosts, replicas=replicas, epoch=self.epoch) if replicas else None
 
-    def server_address(self, server: int, *, node_id: str) -> ServerAddress:
-        """As members on that node reach it."""
-        info = self.servers[server]
-        return ServerAddress(info.endpoint, info.bell if info.node_id == node_id else None)
+    def server_addresses(self, *, node_id: str) -> list[ServerAddress]:
+        """Of those that serve the key ranges, in their order, as members on that node reach them."""
+        if self.chains is not None:
+            return [self.address_of(chain, node_id=node_id) for chain in self.chains.chains]
+        return [self._address(info, node_id=node_id) for info in self.servers]
+
+    def address_of(self, chain: Chain, *, node_id: str) -> ServerAddress:
+        """Of who serves its key range."""
+        address = self._address(self.servers[chain.head], node_id=node_id)
+        return replace(address, epoch=chain.epoch, copy_of=chain.key_range if chain.head != chain.key_range else None)
+
+    def _address(self, info: ServerInfo, *, node_id: str) -> ServerAddress:
+        return ServerAddress(info.endpoint, info.bell if info.node_id == node_id else None, self.epoch)
 
     def ranks_on(self, node_id: str) -> list[int]:
         return [rank for rank, worker in enumerate(self.workers) if worker.node_id == node_id]

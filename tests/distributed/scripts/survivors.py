@@ -23,6 +23,7 @@ WAYS = "raise, import, taking, stopped, or another model"
 parser.add_argument("--fail-to-join", action="append", default=[], metavar="RANK:WHEN", help=WAYS)
 parser.add_argument("--hold", type=int, action="append", default=[], help="an iteration after which all wait for word")
 parser.add_argument("--fail-giving", type=int, help="the rank that dies while it gives its state")
+parser.add_argument("--tally", action="store_true", help="a model that counts the samples of its updates, twice")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--samples", type=int, default=96)
 parser.add_argument("--batch", type=int, default=4)
@@ -36,6 +37,19 @@ OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
 }
+
+
+class Tally(nn.Module):
+    """Two halves, one for each of two servers. Each gradient takes one from an element for each of its samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.halves = nn.ParameterList([torch.zeros(args.samples) for _ in range(2)])
+
+    def forward(self, index):
+        return -sum(half[index].sum() for half in self.halves)
+
+
 num_evaluations = 0
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
 
@@ -73,10 +87,14 @@ labels = torch.randint(0, 3, (args.samples,), generator=generator)
 model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
 if when == "another model":
     model.append(nn.Linear(3, 3))
-optimizer = OPTIMIZERS[args.optimizer](model.parameters())
+if args.tally:
+    model = Tally()
+optimizer = (
+    torch.optim.SGD(model.parameters(), lr=1.0) if args.tally else OPTIMIZERS[args.optimizer](model.parameters())
+)
 data = TensorDataset(torch.arange(args.samples), inputs, labels)
 loader = DataLoader(data, batch_size=args.batch, shuffle=True, num_workers=args.loaders)
-scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0 if args.tally else 0.98)
 model, optimizer, loader = worker.prepare(model, optimizer, loader, scheduler=scheduler)
 
 
@@ -86,7 +104,11 @@ def evaluation(model):
     num_evaluations += 1
     if num_evaluations == 2 and worker.rank == args.fail_in_evaluation:
         os.kill(os.getpid(), signal.SIGKILL)
-    return {"loss": F.cross_entropy(model(inputs), labels).item()}
+    return {"loss": loss_of(model, torch.arange(args.samples), inputs, labels).item()}
+
+
+def loss_of(model, index, x, y):
+    return model(index) if args.tally else F.cross_entropy(model(x), y)
 
 
 def fail_at(step):
@@ -106,9 +128,9 @@ for epoch in range(args.epochs):
         time.sleep(args.step_s)
         while any(worker.iteration >= each and not (args.log / f"go-{each}").exists() for each in args.hold):
             time.sleep(0.01)
-        loss = F.cross_entropy(model(x), y)
+        loss = loss_of(model, index, x, y)
         optimizer.zero_grad()
-        hook = model[0].weight.register_hook(lambda gradient, step=step: fail_at(step))
+        hook = next(iter(model.parameters())).register_hook(lambda gradient, step=step: fail_at(step))
         loss.backward()
         hook.remove()
         with (args.log / f"rank-{worker.rank}").open("a") as file:

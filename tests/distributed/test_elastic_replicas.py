@@ -1,0 +1,186 @@
+"""Servers with copies die in elastic runs, as workers do, and with them: each sample counts once in every key range."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.engines.ray.letting_go import LettingGo
+from tests.distributed.harness import is_training, pids, wait_until
+from tests.distributed.test_elastic import of, trained
+from tests.distributed.test_elastic_servers import meanwhile, require_each_sample, told_of, updates
+from tests.distributed.test_joining import held, iterations_of, joined
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+COPIES = {"servers": 2, "replicas": 1}
+
+
+def kill(out: Path, server: int) -> None:
+    os.kill(pids(out)[f"server-{server}"], signal.SIGKILL)
+
+
+@contextmanager
+def struck(out: Path, server: int, *, when: Callable[[], bool]) -> Iterator[None]:
+    """The server is killed as soon as this is so."""
+    failures = list[BaseException]()
+
+    def strike() -> None:
+        try:
+            assert wait_until(lambda: out.exists() and is_training(out) and when())
+            kill(out, server)
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    yield
+    thread.join()
+    assert not failures, failures
+
+
+def require_taken_over(out: Path, server: int) -> None:
+    assert [event["who"] for event in of(out, "server_lost")] == [f"server-{server}"]
+    (taken,) = of(out, "taken_over")
+    assert (taken["who"], taken["details"]["key_range"]) == (f"server-{1 - server}", server)
+    assert not any(told_of(out)[name] for name in ("left_over", "refused"))
+
+
+def require_counted(out: Path, *, times: int, samples: int = 96) -> None:
+    """In both halves of the model, each of which is another server's key range."""
+    halves = load_file(out / "model.safetensors")
+    assert sorted(halves) == ["halves.0", "halves.1"]
+    for half in halves.values():
+        assert torch.equal(half, torch.full((samples,), float(times))), half
+    require_each_sample(out, times=times, samples=samples)
+
+
+def require_the_others_updates(out: Path, *, server: int, gradients: int) -> None:
+    """Each gradient counted once on the server that lived; of the other one's, records of the last moment may lack."""
+    counted = Counter(updates(out))
+    assert set(counted.values()) == {1}
+    assert len([each for each in counted if each[0] != server]) == gradients
+
+
+@pytest.mark.parametrize(("strategy", "server"), [("ps-asp", 0), ("ps-ssp", 1)])
+def test_a_server_dies(tmp_path: Path, ray_here: None, strategy: str, server: int) -> None:
+    out = tmp_path / "out"
+    with struck(out, server, when=lambda: max(iterations_of(out), default=0) >= 8):
+        trained(tmp_path, "--tally", "--step-s", 0.02, strategy=strategy, options=COPIES, elastic="1:3", eval_every=24)
+    require_taken_over(out, server)
+    assert not of(out, "lost")
+    require_counted(out, times=2)
+    require_the_others_updates(out, server=server, gradients=48)
+
+
+@pytest.mark.parametrize("strategy", ["ps-asp", "ps-bsp"])
+def test_a_worker_and_a_server_die_at_once(tmp_path: Path, ray_here: None, strategy: str) -> None:
+    out = tmp_path / "out"
+    with struck(out, 0, when=(tmp_path / "log" / "struck-1").exists):
+        trained(
+            tmp_path, "--tally", "--fail", "1:5:kill", "--step-s", 0.02, strategy=strategy, options=COPIES,
+            elastic="1:3", eval_every=16,
+        )  # fmt: skip
+    require_taken_over(out, 0)
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
+    require_each_sample(out, times=2)
+    require_the_others_updates(out, server=0, gradients=48)
+    if strategy == "ps-asp":  # there each gradient is an update, so that the model tells
+        require_counted(out, times=2)
+
+
+def struck_before(monkeypatch: pytest.MonkeyPatch, out: Path, server: int, number: int) -> None:
+    """Kill the server before the launcher asks servers for the time of this number."""
+    ask, calls = LettingGo._ask, list[int]()
+
+    def strike(self: LettingGo, *given: Any) -> list[Any]:
+        calls.append(1)
+        if len(calls) == number:
+            kill(out, server)
+        return ask(self, *given)
+
+    monkeypatch.setattr(LettingGo, "_ask", strike)
+
+
+@pytest.mark.parametrize(("number", "server"), [(1, 1), (2, 0)], ids=["asked first", "told what counts"])
+def test_a_server_dies_while_all_let_a_worker_go(
+    tmp_path: Path, ray_here: None, monkeypatch: pytest.MonkeyPatch, number: int, server: int
+) -> None:
+    out = tmp_path / "out"
+    struck_before(monkeypatch, out, server, number)
+    trained(
+        tmp_path, "--tally", "--fail", "1:5:kill", "--step-s", 0.02, strategy="ps-asp", options=COPIES, elastic="1:3",
+        eval_every=16,
+    )  # fmt: skip
+    require_taken_over(out, server)
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
+    require_counted(out, times=2)
+
+
+@pytest.mark.parametrize(("strategy", "number"), [("ps-asp", 1), ("ps-bsp", 2)], ids=["expected", "let in"])
+def test_a_server_dies_while_all_let_a_worker_in(
+    tmp_path: Path, ray_here: None, monkeypatch: pytest.MonkeyPatch, strategy: str, number: int
+) -> None:
+    out = tmp_path / "out"
+    struck_before(monkeypatch, out, 0, number)
+    with meanwhile(tmp_path, (5, 3, {"ready": 1}), (12, None, {"let_in": 1})):
+        trained(
+            tmp_path, "--tally", "--epochs", 3, *held(5, 12), workers=2, strategy=strategy, options=COPIES,
+            elastic="1:3", eval_every=16,
+        )  # fmt: skip
+    require_taken_over(out, 0)
+    assert joined(out) == [2]
+    require_each_sample(out, times=3)
+    require_the_others_updates(out, server=0, gradients=72)
+    if strategy == "ps-asp":
+        require_counted(out, times=3)
+
+
+def test_one_joins_when_a_server_has_died_and_another_dies(tmp_path: Path, ray_here: None) -> None:
+    """It comes to who serves now. Then that one dies, and it follows with the others."""
+    out = tmp_path / "out"
+
+    def first_has_died() -> bool:
+        return bool(of(out, "let_in"))
+
+    with (
+        struck(out, 0, when=lambda: max(iterations_of(out), default=0) >= 3),
+        struck(out, 1, when=first_has_died),
+        meanwhile(tmp_path, (5, None, {"taken_over": 1}), (6, 3, {"ready": 1}), (20, None, {"server_lost": 2})),
+    ):
+        trained(
+            tmp_path, "--tally", "--epochs", 3, *held(5, 6, 20), workers=2, strategy="ps-asp",
+            options={"servers": 3, "replicas": 2}, elastic="1:3", eval_every=24,
+        )  # fmt: skip
+    assert [event["who"] for event in of(out, "server_lost")] == ["server-0", "server-1"]
+    assert joined(out) == [2]
+    require_counted(out, times=3)
+
+
+def test_the_command_outlives_servers_and_workers(start, tmp_path: Path) -> None:
+    from tests.distributed.test_elastic import SCRIPT
+
+    out, log = tmp_path / "out", tmp_path / "log"
+    log.mkdir()
+    command = start(
+        "run", SCRIPT, "--strategy", "ps-asp", "--workers", 3, "--elastic", "1:4", "--option", "servers=2",
+        "--option", "replicas=1", "--out", out, "--", "--tally", "--log", log, "--step-s", 0.03, "--fail", "2:6:kill",
+        "--fail", "0:9:stop",
+    )  # fmt: skip
+    assert wait_until(lambda: (log / "struck-2").exists())
+    kill(out, 1)
+    output = command.wait()
+    assert command.status == 0, output
+    assert "server 0 has key range 1 now" in output
+    assert sorted(event["who"] for event in of(out, "lost")) == ["worker-0", "worker-2"]
+    require_counted(out, times=2)
+    command.assert_nothing_left()

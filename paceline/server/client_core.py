@@ -4,7 +4,6 @@ Sans-IO, like `ServerCore`. One conversation at a time: a request to every serve
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any, final
@@ -28,50 +27,20 @@ from paceline.messages import (
     to_frames,
 )
 from paceline.server.actions import Send
+from paceline.server.asked_server import AskedServer, Request
 from paceline.server.coded_push import CodedPushes, PushCoding
 from paceline.server.ranges import KeyRange, in_shards
 from paceline.server.spec import Push, Reply
 from paceline.server.state import join, pack, split, unpack
 from paceline.server.windows import PIECES_UNDER_WAY, SendWindow
 
-Request = Callable[..., Message]
-"""Makes a message, with further fields."""
-Requests = Callable[[int, "_Server"], list[Message]]
+Requests = Callable[[int, "AskedServer"], list[Message]]
 """Makes what a server is asked, whose index is given."""
 _SHARD = attrgetter("shard")
 _TENSORS = frozenset({Kind.EXCHANGE, Kind.WAIT, Kind.PULL})  # answered with parameters
 
 
-@dataclass
-class _Server:
-    """One server, as this worker sees it."""
-
-    is_beside: bool
-    """It is on this host: it reads and writes this worker's memory, and takes one request for all its shards."""
-    epoch: int
-    """Of messages to and from it."""
-    is_new: bool = False
-    """It has taken another one's key range, and has yet to say that it knows this worker."""
-    pieces: KeyRange = ()
-    parameters: list[list[Tensor]] = field(default_factory=list)
-    """This worker's, for each of the server's shards."""
-    gradients: list[list[Tensor]] = field(default_factory=list)
-    shard_bytes: list[int] = field(default_factory=list)
-    range_bytes: int = 0
-    coded: CodedPushes | None = None
-    """Pushes go through a codec."""
-    follows: bool = False
-    """It has to be told what the first server decided."""
-    is_in_turn: bool = False
-    """Pieces are to go a few at a time."""
-    window: SendWindow[Message] | None = None
-    """What it has yet to be asked, where pieces go a few at a time."""
-    num_due: int = 0
-    """Answers to come."""
-    answers: list[Message] = field(default_factory=list)
-
-
-def _nothing(index: int, server: _Server) -> list[Message]:
+def _nothing(index: int, server: AskedServer) -> list[Message]:
     return []
 
 
@@ -100,7 +69,9 @@ class ClientCore:
         """Of its messages so far."""
         self._rank, self._epoch, self._carries_bytes = rank, epoch, carries_bytes
         each = [epoch] * len(beside) if epochs is None else epochs
-        self._servers = [_Server(is_beside, own) for is_beside, own in zip(beside, each, strict=True)]
+        self._servers = [
+            AskedServer(carries_bytes, is_beside, own) for is_beside, own in zip(beside, each, strict=True)
+        ]
         self._layout: Layout | None = None
         self._rows: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]] = ()
         self._clock = 0
@@ -156,7 +127,7 @@ class ClientCore:
     def initialise(self, *, iteration: int) -> list[Send]:
         """Give the servers this worker's parameters."""
         request = partial(self._message, Kind.INITIALISE, iteration=iteration)
-        return self._ask("initial parameters", lambda _, server: self._with_tensors(request, server, server.parameters))
+        return self._ask("initial parameters", lambda _, server: server.with_tensors(request, server.parameters))
 
     def begin_at(self, iteration: int) -> None:
         """The servers go on there: what codecs draw follows from the iteration, not from clocks that begin anew."""
@@ -208,10 +179,10 @@ class ClientCore:
 
         rows, self._rows = self._rows, ()
 
-        def requests(index: int, server: _Server) -> list[Message]:
+        def requests(index: int, server: AskedServer) -> list[Message]:
             if server.is_beside and (server.follows or (self._holds and not self._all_hold)):
                 return []  # it gets the push with the decision, or when all others have it
-            pushed = [request()] if push.void else self._pushed_to(server, request)
+            pushed = [request()] if push.void else server.pushed(request)
             return [_with_rows(pushed[0], *rows[index])] if rows else pushed
 
         self._pushed = push, request
@@ -239,7 +210,7 @@ class ClientCore:
     def set_state(self, state: Mapping[str, Tensor]) -> list[Send]:
         parts = split(self._require_layout(), [server.pieces for server in self._servers], state)
 
-        def requests(index: int, _: _Server) -> list[Message]:
+        def requests(index: int, _: AskedServer) -> list[Message]:
             body, payload = pack(parts[index])
             return [self._message(Kind.SET_STATE, body=body, payload=payload, tensor_bytes=sum(map(len, payload)))]
 
@@ -331,7 +302,7 @@ class ClientCore:
         """The worker has pushed, and goes on at this clock, without any message."""
         self._clock = clock
         server = self._servers[0]
-        self.moved_bytes = 2 * HEAD_BYTES + _pushed_bytes(server) + server.range_bytes
+        self.moved_bytes = 2 * HEAD_BYTES + server.pushed_bytes + server.range_bytes
 
     def reply(self) -> Reply:
         """What the servers said. Of many shards the first server's last one decides, and speaks for all."""
@@ -423,13 +394,13 @@ class ClientCore:
         decision = {"contributors": decided.body["contributors"], "goes_on_at": decided.clock}
         for index, server in enumerate(self._servers):
             if server.follows and server.is_beside:
-                message = request(tensor_bytes=0 if push.void else _pushed_bytes(server))
+                message = request(tensor_bytes=0 if push.void else server.pushed_bytes)
                 message.body = {**message.body, **decision}
                 yield self._sent(index, message)
             elif server.follows:
                 yield self._sent(index, self._message(Kind.FOLLOW, body=decision))
 
-    def _is_to_hold(self, server: _Server) -> bool:
+    def _is_to_hold(self, server: AskedServer) -> bool:
         return self._holds and (self._all_hold or not server.is_beside)
 
     def _held_by(self, index: int, push: Push, request: Request) -> Iterator[Send]:
@@ -445,35 +416,9 @@ class ClientCore:
         server = self._servers[index]
         if self._is_to_hold(server):
             return self._sent(index, self._message(Kind.COUNT, clock=self._clock))
-        message = request(tensor_bytes=0 if push.void else _pushed_bytes(server))
+        message = request(tensor_bytes=0 if push.void else server.pushed_bytes)
         message.flags &= ~HOLD
         return self._sent(index, message)
-
-    def _pushed_to(self, server: _Server, request: Request) -> list[Message]:
-        coded = server.coded
-        if coded is None:
-            return self._with_tensors(request, server, server.gradients)
-        if server.is_beside:
-            return [request(tensor_bytes=coded.num_bytes)]
-        messages = []
-        for index in range(len(server.gradients)):
-            payload = coded.frames(index) if self._carries_bytes else ()
-            message = request(shard=index, tensor_bytes=coded.shard_bytes(index), payload=payload)
-            message.body = {**message.body, **coded.body}
-            messages.append(message)
-        return messages
-
-    def _with_tensors(self, request: Request, server: _Server, tensors: Sequence[Sequence[Tensor]]) -> list[Message]:
-        """Messages with the tensors of each shard; the first layers', which the next forward pass needs first, ahead.
-
-        For a server beside, one message, which stands for them.
-        """
-        if server.is_beside:
-            return [request(tensor_bytes=server.range_bytes)]
-        return [
-            request(shard=index, tensor_bytes=num_bytes, payload=to_frames(some) if self._carries_bytes else ())
-            for index, (some, num_bytes) in enumerate(zip(tensors, server.shard_bytes, strict=True))
-        ]
 
     def _message(self, kind: Kind, **fields: Any) -> Message:
         return Message(kind, self._epoch, sender=self._rank, **fields)
@@ -482,10 +427,6 @@ class ClientCore:
         if self._layout is None:
             raise WireError("the servers have not been attached yet")
         return self._layout
-
-
-def _pushed_bytes(server: _Server) -> int:
-    return server.range_bytes if server.coded is None else server.coded.num_bytes
 
 
 def _with_rows(push: Message, about: Mapping[str, Any], tensors: Sequence[Tensor]) -> Message:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from paceline.engines.ray.letting_go import LettingGo
 from tests.distributed.harness import is_training, pids, wait_until
-from tests.distributed.test_elastic import of, trained
+from tests.distributed.test_elastic import SCRIPT, of, trained
 from tests.distributed.test_elastic_servers import meanwhile, require_each_sample, told_of, updates
 from tests.distributed.test_joining import held, iterations_of, joined
 
@@ -167,8 +167,6 @@ def test_one_joins_when_a_server_has_died_and_another_dies(tmp_path: Path, ray_h
 
 
 def test_the_command_outlives_servers_and_workers(start, tmp_path: Path) -> None:
-    from tests.distributed.test_elastic import SCRIPT
-
     out, log = tmp_path / "out", tmp_path / "log"
     log.mkdir()
     command = start(

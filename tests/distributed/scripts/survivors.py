@@ -87,11 +87,10 @@ labels = torch.randint(0, 3, (args.samples,), generator=generator)
 model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
 if when == "another model":
     model.append(nn.Linear(3, 3))
+optimizer = OPTIMIZERS[args.optimizer](model.parameters())
 if args.tally:
     model = Tally()
-optimizer = (
-    torch.optim.SGD(model.parameters(), lr=1.0) if args.tally else OPTIMIZERS[args.optimizer](model.parameters())
-)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 data = TensorDataset(torch.arange(args.samples), inputs, labels)
 loader = DataLoader(data, batch_size=args.batch, shuffle=True, num_workers=args.loaders)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0 if args.tally else 0.98)

@@ -68,10 +68,8 @@ class ClientCore:
         self.moved_bytes = 0
         """Of its messages so far."""
         self._rank, self._epoch, self._carries_bytes = rank, epoch, carries_bytes
-        each = [epoch] * len(beside) if epochs is None else epochs
-        self._servers = [
-            AskedServer(carries_bytes, is_beside, own) for is_beside, own in zip(beside, each, strict=True)
-        ]
+        kinds = zip(beside, epochs or [epoch] * len(beside), strict=True)
+        self._servers = [AskedServer(carries_bytes, is_beside, own_epoch) for is_beside, own_epoch in kinds]
         self._layout: Layout | None = None
         self._rows: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]] = ()
         self._clock = 0

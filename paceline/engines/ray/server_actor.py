@@ -12,6 +12,7 @@ import torch
 from paceline.comm.servers.service import ParameterService
 from paceline.engines import striking
 from paceline.engines.ray.control import ControlLine, LauncherAddress
+from paceline.engines.ray.liveness import end_this_process
 from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.engines.ray.world_spec import ServerInfo, WorldSpec
 from paceline.engines.scripting import Outcome, outcome_of
@@ -37,6 +38,7 @@ class ServerActor:
             progress=self._iteration,
             on_abort=self._abort,
             on_chain=lambda chain: self._built.reform(chain),
+            on_lease_ended=end_this_process,
         )
         self._service = ParameterService(
             launcher.keys,

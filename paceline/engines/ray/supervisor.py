@@ -141,10 +141,10 @@ class Supervisor:
             )
         elastic, letting_go = job.config.elastic, None
         if elastic is not None:
-            workers_elsewhere = {
+            elsewhere = {
                 name
                 for name, info in members.infos.items()
-                if isinstance(info, WorkerInfo) and info.node_id != own_node_id()
+                if info.node_id != own_node_id() and (isinstance(info, WorkerInfo) or spec.chains is not None)
             }
             if uses_cuda:
                 raise UsageError("--elastic is for workers on CPUs so far; leave it out, or use --device cpu")
@@ -165,8 +165,9 @@ class Supervisor:
                 # Under servers the others may have many steps to go to where they meet; see `_require_steps`.
                 deadline_s=math.inf if letting_go is not None else job.config.deadline_s,
                 pids={name: info.pid for name, info in members.infos.items()},
-                elsewhere=workers_elsewhere,
+                elsewhere=elsewhere,
                 letting_go=letting_go,
+                servers=tuple if self._takeover is None else lambda: members.servers,
                 say=self._say,
             )
             self._newcomers = Newcomers(

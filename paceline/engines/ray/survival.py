@@ -35,6 +35,7 @@ class Survival:
         elsewhere: those on other hosts.
         letting_go: has servers and the others' data go on without whoever is gone, or with who comes, where servers
             outlive workers.
+        servers: those that others can take over from, by name, and so are ended when they are silent.
         say: shows a line where the run was started.
     """
 
@@ -48,9 +49,10 @@ class Survival:
         pids: Mapping[str, int],
         elsewhere: Set[str],
         letting_go: LettingGo | None = None,
+        servers: Callable[[], Iterable[str]] = tuple,
         say: Callable[[str], None],
     ) -> None:
-        self._letting_go = letting_go
+        self._letting_go, self._servers = letting_go, servers
         self._elastic, self._controller, self._pids, self._say = elastic, controller, dict(pids), say
         self._elsewhere = set(elsewhere)
         self._coming: set[str] = set()  # started, and not ready yet
@@ -254,7 +256,7 @@ class Survival:
             self._controller.tell(f"worker-{rank}", Kind.FORM, again=True)
 
     def end_silent(self) -> None:
-        """End the processes of workers that have said nothing for the deadline, so that they are known to be gone.
+        """End the processes of members that have said nothing for the deadline, so that they are known to be gone.
         Those on other hosts have leases, and end by themselves if they are cut off."""
         now_s = time.monotonic()
         if not self.has_begun:
@@ -266,6 +268,7 @@ class Survival:
         deadline_s = self._elastic.deadline_s
         joining = {*self._coming, *(f"worker-{rank}" for rank in self._coordinator.joining)} - {*watched}
         lease_s = _LEASE_DEADLINES * deadline_s
+        watched += self._servers()
         lent = {*watched, *joining}
         self._controller.leases = {name: lease_s if name in lent else None for name in self._elsewhere}
         for name in [*watched, *sorted(joining & self._elsewhere)]:

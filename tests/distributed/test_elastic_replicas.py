@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,9 +17,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.namespaces import Host, Network
 from paceline.engines.ray.letting_go import LettingGo
 from tests.distributed.harness import is_training, pids, wait_until
+from tests.distributed.own_network import own_network
 from tests.distributed.test_elastic import SCRIPT, of, trained
+from tests.distributed.test_elastic_hosts import (
+    BETWEEN_SERVERS,
+    PATIENCE_S,
+    SAMPLES,
+    end,
+    host_of,
+    pids_on,
+    wait_for,
+)
+from tests.distributed.test_elastic_hosts import (
+    start as begin,
+)
 from tests.distributed.test_elastic_servers import meanwhile, require_each_sample, told_of, updates
 from tests.distributed.test_joining import held, iterations_of, joined
 
@@ -182,3 +198,58 @@ def test_the_command_outlives_servers_and_workers(start, tmp_path: Path) -> None
     assert sorted(event["who"] for event in of(out, "lost")) == ["worker-0", "worker-2"]
     require_counted(out, times=2)
     command.assert_nothing_left()
+
+
+@pytest.fixture
+def three_hosts(program_forks: str) -> Iterator[Network]:
+    with own_network(3, program_forks) as network:
+        yield network
+
+
+def kill_host(network: Network, host: Host) -> None:
+    for pid in pids_on(host):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def finish_counted(process: subprocess.Popen[str], out: Path) -> None:
+    end(process)
+    assert not of(out, "left_over")
+    require_counted(out, times=2, samples=SAMPLES)
+
+
+def copies_outlive_a_worker_in_its_push(network: Network, address: str, directory: Path) -> None:
+    """It dies when it has told one server of three that its push counts; a server dies with it, on its host."""
+    given = ["--tally", "--fail-at", f"2:50:{BETWEEN_SERVERS}"]
+    options = ["--strategy", "ps-asp", "--option", "servers=3", "--option", "replicas=1"]
+    process, out = begin(network, address, directory, *given, workers=3, step_s=0.05, options=options)
+    wait_for(process, out, num_steps=6)
+    assert wait_until(lambda: of(out, "lost"), within_s=PATIENCE_S), process.communicate()
+    there = host_of(network, pids(out)["worker-1"])
+    (server,) = [each for each in range(3) if pids(out)[f"server-{each}"] in pids_on(there)]
+    kill(out, server)
+    finish_counted(process, out)
+    assert [event["who"] for event in of(out, "lost")] == ["worker-2"]
+    assert [event["who"] for event in of(out, "server_lost")] == [f"server-{server}"]
+
+
+def copies_outlive_a_host(network: Network, address: str, directory: Path) -> None:
+    """With a worker and a server on it, while a worker on another one is told that its push counts."""
+    options = ["--strategy", "ps-asp", "--option", "servers=3", "--option", "replicas=1"]
+    process, out = begin(network, address, directory, "--tally", workers=3, step_s=0.05, options=options)
+    wait_for(process, out, num_steps=8)
+    host = host_of(network, pids(out)["worker-2"])
+    server = [each for each in range(3) if pids(out)[f"server-{each}"] in pids_on(host)]
+    assert len(server) == 1
+    kill_host(network, host)
+    finish_counted(process, out)
+    assert [event["who"] for event in of(out, "lost")] == ["worker-2"]
+    assert [event["who"] for event in of(out, "server_lost")] == [f"server-{server[0]}"]
+    print("taken over after", [event["details"]["took_s"] for event in of(out, "taken_over")])
+
+
+@pytest.mark.timeout(1800)
+def test_copies_outlive_workers_and_a_host(three_hosts: Network, tmp_path: Path) -> None:
+    address = three_hosts.start_ray()
+    copies_outlive_a_worker_in_its_push(three_hosts, address, tmp_path / "push")
+    copies_outlive_a_host(three_hosts, address, tmp_path / "host")

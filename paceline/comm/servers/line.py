@@ -93,6 +93,8 @@ class WorkerLine:
         self._received = ReceivedPayload(numbers[_ANSWER_PAYLOAD:])
         self._answered_address = self._segment.tensor.data_ptr() + 4 * _ANSWERED
         self._number = 0
+        self.is_answered = False
+        """The answer to the last request has been received: no other comes."""
         flags = os.O_WRONLY | os.O_NONBLOCK
         self._bell_fd = open_descriptor(bell.pid, bell.fd, link=f"pipe:[{bell.inode}]", flags=flags)
 
@@ -103,7 +105,7 @@ class WorkerLine:
         if len(raw) > _CAPACITY_BYTES:
             return False
         self._sent.write(frames[2:])
-        self._number = (self._number + 1) & _MASK
+        self._number, self.is_answered = (self._number + 1) & _MASK, False
         self._segment.buffer[_REQUEST_START : _REQUEST_START + len(raw)] = raw
         self._words[_REQUEST_BYTES] = len(raw)
         futex.fence()
@@ -128,6 +130,7 @@ class WorkerLine:
             if self._words[_ANSWERED] != self._number:
                 return None
         futex.fence()
+        self.is_answered = True
         head = _split(self._segment.buffer[_ANSWER_START : _ANSWER_START + self._words[_ANSWER_BYTES]])
         return head + self._received.read()
 

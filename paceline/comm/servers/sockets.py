@@ -338,6 +338,8 @@ class SocketCarrier(Carrier):
     def _receive_some(self, due: Sequence[int]) -> list[tuple[int, Sequence[Raw]]]:
         """Wait a while for those of the servers that owe an answer, and take what has come."""
         ways = [(index, self._links[index].asked_over) for index in due]
+        # A server that says on its line that it holds a push has yet to be told that it counts.
+        ways = [each for each in ways if not (isinstance(each[1], WorkerLine) and each[1].is_answered)]
         is_mixed = any(isinstance(way, Caller) for _, way in ways)
         wait_s = WAKE_S
         for index, way in ways:

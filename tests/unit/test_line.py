@@ -39,7 +39,11 @@ def test_a_request_rings_and_is_answered(bell: Bell) -> None:
     assert server.receive() is None
     assert worker.receive(timeout_s=0.01) is None
     server.send([b"answer", b""])
+    assert not worker.is_answered
     assert worker.receive(timeout_s=0.01) == [b"answer", b""]
+    assert worker.is_answered
+    worker.send([b"header", b"body"])
+    assert not worker.is_answered
     worker.close()
     server.close()
 

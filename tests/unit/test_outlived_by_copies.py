@@ -23,6 +23,8 @@ from tests.unit import test_replication
 from tests.unit.test_replication import DEATHS, FOREVER, LAYOUT, PLAIN, TWO_DEATHS, Death
 
 STEPS, NUM_WORKERS, JOINER = 3, 2, 2
+WITH_A_SERVER = 10**4
+"""A worker dies at once with the first server, if any dies before it has come to its end."""
 Call = Callable[[Replication, Callable[[Any], None]], Any]
 Asking = Generator[None, None, Any]
 
@@ -212,7 +214,7 @@ class Training:
         )
         self.go_on()
         while True:
-            if to_do and num_delivered >= to_do[0][0]:
+            if to_do and num_delivered >= (0 if to_do[0][0] == WITH_A_SERVER and net.dead else to_do[0][0]):
                 if to_do[0][1] == "join" and net.launcher is None:
                     to_do.pop(0)
                     net.launcher = self.letting_in()
@@ -221,7 +223,7 @@ class Training:
                 if to_do and to_do[0][1] == "die" and net.launcher is None:
                     to_do.pop(0)
                     net.launcher = self.letting_go()
-            if not net.deliver_one() and not to_do:
+            if not net.deliver_one() and (not to_do or to_do[0][0] == WITH_A_SERVER):
                 break
             num_delivered += 1
             self.go_on()
@@ -256,7 +258,7 @@ def require_each_counts_whole(
     lives_on: bool = False,
 ) -> None:
     net = Net(rule, PLACES[places], replicas=replicas, deaths=deaths, seed=seed)
-    training = Training(net, dead=None if dies_after is None else NUM_WORKERS - 1, lives_on=lives_on)
+    training = Training(net, dead=None if dies_after is None else seed % NUM_WORKERS, lives_on=lives_on)
     training.run(dies_after=dies_after, joins_after=joins_after)
     clocks = counted(training).values()
     parts = sum(sum(each.values()) / (len(each) if rule == "bsp" else 1) for each in clocks)
@@ -302,3 +304,14 @@ def test_a_worker_joins_and_two_servers_die(
     require_each_counts_whole(
         rule, places, deaths, replicas=2, seed=seed, dies_after=dies_after, joins_after=joins_after
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", sorted(PLACES))
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_worker_dies_with_a_server_after_any_of_its_messages(places: str, victim: int) -> None:
+    for num_sent in range(1, 60):
+        for seed in range(2):  # which says who dies
+            rule = ("asp", "ssp", "bsp")[(num_sent + seed) % 3]
+            death = Death(victim, num_sent, num_lost=num_sent // 3 % 3)
+            require_each_counts_whole(rule, places, [death], replicas=1, seed=seed, dies_after=WITH_A_SERVER)

@@ -29,6 +29,7 @@ from tests.distributed.test_elastic_hosts import (
     end,
     host_of,
     pids_on,
+    set_link,
     wait_for,
 )
 from tests.distributed.test_elastic_hosts import (
@@ -248,8 +249,22 @@ def copies_outlive_a_host(network: Network, address: str, directory: Path) -> No
     print("taken over after", [event["details"]["took_s"] for event in of(out, "taken_over")])
 
 
+def copies_outlive_a_host_that_is_cut_off(network: Network, address: str, directory: Path) -> None:
+    """With the second server of two and a worker, which are silent."""
+    options = ["--strategy", "ps-asp", "--option", "servers=2", "--option", "replicas=1"]
+    process, out = begin(network, address, directory, "--tally", workers=2, step_s=0.05, options=options)
+    wait_for(process, out, num_steps=8)
+    host = host_of(network, pids(out)["worker-1"])
+    (server,) = [each for each in range(2) if pids(out)[f"server-{each}"] in pids_on(host)]
+    set_link(network, host, "down")
+    finish_counted(process, out)
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
+    assert [event["who"] for event in of(out, "server_lost")] == [f"server-{server}"]
+
+
 @pytest.mark.timeout(1800)
-def test_copies_outlive_workers_and_a_host(three_hosts: Network, tmp_path: Path) -> None:
+def test_copies_outlive_workers_and_hosts(three_hosts: Network, tmp_path: Path) -> None:
     address = three_hosts.start_ray()
     copies_outlive_a_worker_in_its_push(three_hosts, address, tmp_path / "push")
     copies_outlive_a_host(three_hosts, address, tmp_path / "host")
+    copies_outlive_a_host_that_is_cut_off(three_hosts, address, tmp_path / "cut")

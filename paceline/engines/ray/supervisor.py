@@ -266,10 +266,7 @@ class Supervisor:
     def _survive(self, survival: Survival, newcomers: Newcomers) -> None:
         """Workers that have died are no members any more, and the others go on."""
         members = self._members
-        for name in self._controller.expelled & members.actors.keys():
-            with contextlib.suppress(Exception):
-                ray.kill(members.actors[name])
-            members.dead.add(name)
+        self._expel()
         newcomers.turn()
         for name, outcome in members.outcomes.items():
             if outcome.error is None and name not in self._ended:
@@ -299,10 +296,21 @@ class Supervisor:
             self._give_up(failure)
             raise
 
+    def _expel(self) -> None:
+        """Who is expelled has died for all others."""
+        members = self._members
+        for name in self._controller.expelled & members.actors.keys():
+            with contextlib.suppress(Exception):
+                ray.kill(members.actors[name])
+            members.dead.add(name)
+
     def _look_after_servers(self) -> None:
         """As a turn does, in the middle of one: who waits for servers goes on when others have taken over."""
         self._controller.turn(timeout_s=0.0)  # commands wait for the whole turn
         self._collect()
+        if self._survival is not None:
+            self._survival.end_silent()
+        self._expel()
         if self._takeover is not None:
             self._take_over(self._takeover)
 

@@ -95,6 +95,7 @@ def test_a_server_dies(tmp_path: Path, ray_here: None, strategy: str, server: in
     require_taken_over(out, server)
     assert not of(out, "lost")
     require_counted(out, times=2)
+    require_each_sample(out, times=2)
     require_the_others_updates(out, server=server, gradients=48)
 
 
@@ -181,6 +182,7 @@ def test_one_joins_when_a_server_has_died_and_another_dies(tmp_path: Path, ray_h
     assert [event["who"] for event in of(out, "server_lost")] == ["server-0", "server-1"]
     assert joined(out) == [2]
     require_counted(out, times=3)
+    require_each_sample(out, times=3)
 
 
 def test_the_command_outlives_servers_and_workers(start, tmp_path: Path) -> None:
@@ -198,6 +200,7 @@ def test_the_command_outlives_servers_and_workers(start, tmp_path: Path) -> None
     assert "server 0 has key range 1 now" in output
     assert sorted(event["who"] for event in of(out, "lost")) == ["worker-0", "worker-2"]
     require_counted(out, times=2)
+    require_each_sample(out, times=2)
     command.assert_nothing_left()
 
 

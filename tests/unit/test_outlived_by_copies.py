@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from paceline.elastic import Done
 from paceline.server.actions import Send
 from paceline.server.chains import Chain, from_body, to_body
-from paceline.server.replication import Replication
+from paceline.server.replication import Replication, ToServer
 from paceline.server.spec import Push
 from paceline.server.whole_pushes import what_counts
 from tests.unit import test_replication
@@ -50,6 +50,7 @@ class Net(test_replication.Net):
     """And a launcher, which asks whoever serves each key range, and asks again where another one has taken over."""
 
     num_joiners = 1
+    piece_bytes = 48  # each server has several
 
     def __init__(self, rule: str, places: Places, *, replicas: int, deaths: Sequence[Death], seed: int) -> None:
         self.serving: dict[int, int] = {}
@@ -315,3 +316,29 @@ def test_a_worker_dies_with_a_server_after_any_of_its_messages(places: str, vict
             rule = ("asp", "ssp", "bsp")[(num_sent + seed) % 3]
             death = Death(victim, num_sent, num_lost=num_sent // 3 % 3)
             require_each_counts_whole(rule, places, [death], replicas=1, seed=seed, dies_after=WITH_A_SERVER)
+
+
+def net_of(places: str) -> Net:
+    return Net("asp", PLACES[places], replicas=1, deaths=[], seed=0)
+
+
+def test_a_change_is_in_a_copy_whole_or_not_at_all() -> None:
+    """A push to a server on the worker's host, which holds its key range in several pieces, is one change."""
+    net = net_of("servers on one host")
+    core, head = net.copies[0, 0]
+    (copy_of,) = net.chains.chains[0].servers[1:]
+    copy, tail = net.copies[copy_of, 0]
+    push = next(
+        send.message for send in net.clients[0].exchange(Push(pause_at=FOREVER, done=Done(0, 1))) if send.to == 0
+    )
+    entries = [action.message for action in head.receive(push, 0.0) if isinstance(action, ToServer)]
+    assert len(entries) == len(core.parts) > 1
+    for number, entry in enumerate(entries, start=1):
+        list(tail.receive(entry, 0.0))
+        assert {part.shard.iteration for part in copy.parts} == {int(number == len(entries))}
+
+
+def test_memory_that_a_host_would_take_along_does_not_count() -> None:
+    """Where servers are on several hosts, the one on the worker's host says no more than its copies could."""
+    assert net_of("one host").copies[0, 0][0].part_with(0).reaches_memory
+    assert not net_of("hosts with both").copies[0, 0][0].part_with(0).reaches_memory

@@ -61,6 +61,7 @@ class Net:
 
     num_joiners = 0
     """Of the workers, the last, who do not take part from the start."""
+    piece_bytes = 128
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Net:
         self.dead: set[int] = set()
         self.ways: dict[tuple[str, str, int], deque[Any]] = {}
         self.records: list[UpdateRecord] = []
-        ranges = cut(LAYOUT, num_servers=len(hosts), whole_tensors=False, piece_bytes=128)
+        ranges = cut(LAYOUT, num_servers=len(hosts), whole_tensors=False, piece_bytes=self.piece_bytes)
         members = Membership(EPOCH, tuple(range(num_workers - self.num_joiners)))
         self.worker_hosts = list(worker_hosts) or [hosts[rank % len(hosts)] for rank in range(num_workers)]
         self.outlives_workers, is_apart = outlives_workers, len(set(hosts)) > 1

@@ -13,21 +13,20 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from paceline.checkpoint import FILE_NAME
 from paceline.checkpoint_files import CheckpointFiles, iteration_of
 from paceline.comm.connecting import transport
+from paceline.elastic import Elastic
 from paceline.engines.blame import Statement, judge
+from paceline.engines.ray import starting
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts
 from paceline.engines.ray.job import Job
 from paceline.engines.ray.letting_go import LettingGo
 from paceline.engines.ray.liveness import MemoryKills, Watch
-from paceline.engines.ray.members import Members, actor_of, last_line
+from paceline.engines.ray.members import Members, last_line
 from paceline.engines.ray.newcomers import Newcomers, require_allowed
 from paceline.engines.ray.nodes import own_address, own_node_id
-from paceline.engines.ray.placing import places_of
-from paceline.engines.ray.server_actor import ServerActor
 from paceline.engines.ray.survival import Survival
 from paceline.engines.ray.sweeping import sweep
 from paceline.engines.ray.takeover import Takeover
-from paceline.engines.ray.worker_actor import WorkerActor
 from paceline.engines.ray.world_spec import ServerInfo, WorkerInfo, WorldSpec
 from paceline.engines.requests import Desk
 from paceline.engines.scripting import Outcome
@@ -37,7 +36,6 @@ from paceline.messages import Kind
 
 FIRST_EPOCH = 1
 _TURN_S = 0.05
-_START_S = 120.0
 _GATHER_S = 1.5  # how long others may take to tell their side once one member has failed
 _WORD_S = 5.0  # how long it may take until it is clear that an elastic run has begun, when somebody dies early
 _GRACE_S = 2.0  # how long members have to end by themselves once the run is aborted
@@ -106,18 +104,8 @@ class Supervisor:
     def _start(self) -> None:
         """Place all processes, make the world known, and set everybody to work."""
         job, members = self._job, self._members
-        uses_cuda, workers, servers = places_of(job)
         launcher = self._controller.address
-        variables = {"runtime_env": {"env_vars": dict(job.environment)}} if job.environment else {}
-        for rank, where in enumerate(workers):
-            members.actors[f"worker-{rank}"] = actor_of(WorkerActor, where, **variables).remote(
-                uses_cuda=uses_cuda, host_cores=where.host_cores
-            )
-        for index, where in enumerate(servers):
-            server = actor_of(ServerActor, where, max_concurrency=3, **variables)
-            members.actors[f"server-{index}"] = server.remote(launcher, index)
-        infos = self._hello()
-        members.infos = {name: infos[name] for name in members.actors}
+        uses_cuda = starting.start(job, members, launcher, turn=lambda: self._turn(timeout_s=0.0))
         for name, info in members.infos.items():
             if info.node_id == own_node_id():
                 self._watch.add(name, info.pid)
@@ -139,54 +127,10 @@ class Supervisor:
                 say=self._say,
                 remedy=self._remedy,
             )
-        elastic, letting_go = job.config.elastic, None
-        if elastic is not None:
-            elsewhere = {
-                name
-                for name, info in members.infos.items()
-                if info.node_id != own_node_id() and (isinstance(info, WorkerInfo) or spec.chains is not None)
-            }
+        if job.config.elastic is not None:
             if uses_cuda:
                 raise UsageError("--elastic is for workers on CPUs so far; leave it out, or use --device cpu")
-            if self._traits.outlives_workers:
-                letting_go = self._letting_go = LettingGo(
-                    self._controller,
-                    members,
-                    num_workers=spec.size,
-                    num_servers=len(spec.servers),
-                    say=self._say,
-                )
-                if self._takeover is not None:
-                    letting_go.outlive_servers(self._takeover, self._look_after_servers)
-            self._survival = Survival(
-                elastic,
-                self._controller,
-                membership=spec.membership,
-                # Under servers the others may have many steps to go to where they meet; see `_require_steps`.
-                deadline_s=math.inf if letting_go is not None else job.config.deadline_s,
-                pids={name: info.pid for name, info in members.infos.items()},
-                elsewhere=elsewhere,
-                letting_go=letting_go,
-                servers=tuple if self._takeover is None else lambda: members.servers,
-                say=self._say,
-            )
-            self._newcomers = Newcomers(
-                elastic,
-                self._survival,
-                self._controller,
-                members,
-                self._watch,
-                spec=spec,
-                program=program,
-                environment=job.environment,
-                takeover=self._takeover,
-                say=self._say,
-            )
-            if self._wanted is not None:
-                try:
-                    self._newcomers.scale(self._wanted)
-                except UsageError as refused:
-                    self._say(str(refused))
+            self._be_elastic(job.config.elastic, spec, program)
         transport(spec.members)  # refuses what cannot be connected before anybody tries
         threads = [spec.num_threads(rank) for rank in range(spec.size)]
         pids = {name: info.pid for name, info in members.infos.items()}
@@ -201,25 +145,53 @@ class Supervisor:
             future = worker.run.remote(spec, rank, program, launcher, list(members.servers.values()))
             members.pending[future] = f"worker-{rank}"
 
-    def _hello(self) -> dict[str, WorkerInfo | ServerInfo]:
-        waiting = {actor.hello.remote(): name for name, actor in self._members.actors.items()}
-        infos: dict[str, WorkerInfo | ServerInfo] = {}
-        give_up_s = time.monotonic() + _START_S
-        while waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=_TURN_S)
-            for future in ready:
-                name = waiting.pop(future)
-                try:
-                    infos[name] = ray.get(future)
-                except RayError as error:
-                    raise RunFailed(f"{name} could not be started: {last_line(error)}") from error
-            self._turn(timeout_s=0.0)
-            if time.monotonic() > give_up_s:
-                missing = ", ".join(sorted(waiting.values()))
-                raise RunFailed(
-                    f"{missing} did not start within {_START_S:g} s; the cluster may have no room: see `ray status`"
-                )
-        return infos
+    def _be_elastic(self, elastic: Elastic, spec: WorldSpec, program: ray.ObjectRef[Any]) -> None:
+        """Make ready for members that die, leave and join."""
+        job, members, letting_go = self._job, self._members, None
+        elsewhere = {
+            name
+            for name, info in members.infos.items()
+            if info.node_id != own_node_id() and (isinstance(info, WorkerInfo) or spec.chains is not None)
+        }
+        if self._traits.outlives_workers:
+            letting_go = self._letting_go = LettingGo(
+                self._controller,
+                members,
+                num_workers=spec.size,
+                num_servers=len(spec.servers),
+                say=self._say,
+            )
+            if self._takeover is not None:
+                letting_go.outlive_servers(self._takeover, self._look_after_servers)
+        self._survival = Survival(
+            elastic,
+            self._controller,
+            membership=spec.membership,
+            # Under servers the others may have many steps to go to where they meet; see `_require_steps`.
+            deadline_s=math.inf if letting_go is not None else job.config.deadline_s,
+            pids={name: info.pid for name, info in members.infos.items()},
+            elsewhere=elsewhere,
+            letting_go=letting_go,
+            servers=tuple if self._takeover is None else lambda: members.servers,
+            say=self._say,
+        )
+        self._newcomers = Newcomers(
+            elastic,
+            self._survival,
+            self._controller,
+            members,
+            self._watch,
+            spec=spec,
+            program=program,
+            environment=job.environment,
+            takeover=self._takeover,
+            say=self._say,
+        )
+        if self._wanted is not None:
+            try:
+                self._newcomers.scale(self._wanted)
+            except UsageError as refused:
+                self._say(str(refused))
 
     def _attend(self) -> None:
         """Until every worker has ended, or the first has failed."""

@@ -20,7 +20,7 @@ from paceline.server.spec import ServerSpec
 from paceline.server.whole_pushes import Parted
 
 POLL_S = 0.1
-_ERRAND_S = 20.0
+_ERRAND_S = 600.0  # the launcher, which asks, gives up before
 
 
 @final

@@ -27,6 +27,10 @@ class LettingGo:
 
     Args:
         num_servers: at the start, each of which has a key range.
+        takeover: where servers may die, and others have their key ranges.
+        deadline_s: after it, who is silent is ended.
+        turn: has the launcher hear its members, for so many seconds at most, and look who has died and who serves. It
+            does so while it waits for servers, since members' leases end where they hear nothing of it.
         say: shows a line where the run was started.
     """
 
@@ -37,20 +41,19 @@ class LettingGo:
         *,
         num_workers: int,
         num_servers: int,
+        takeover: Takeover | None,
+        deadline_s: float,
+        turn: Callable[[float], None],
         say: Callable[[str], None],
     ) -> None:
         self._controller, self._members, self._say = controller, members, say
         self._num_servers = num_servers
-        self._takeover: Takeover | None = None
-        self._take_over: Callable[[], None] = lambda: None
+        self._takeover, self._turn = takeover, turn
+        self._answer_s = deadline_s + _ANSWER_S
         self._lanes = Lanes.first(num_workers)
         self._in_lane: set[int] = set()  # workers that have all of a lane to themselves
         self.epochs: dict[str, int] = {}
         """Of the data, which each worker has begun last, by its name."""
-
-    def outlive_servers(self, takeover: Takeover, take_over: Callable[[], None]) -> None:
-        """Servers may die: `take_over` has the launcher look who has, and hear who serves."""
-        self._takeover, self._take_over = takeover, take_over
 
     def let_go(self, rank: int) -> None:
         """This worker is gone. Its last gradient counts on all servers, or on none. What it has done is known before
@@ -117,7 +120,7 @@ class LettingGo:
         """What is said of each key range by whoever serves it, also where that is another one than was asked first."""
         said: dict[int, Any] = {}
         asked: dict[int, tuple[str, Any]] = {}
-        until_s = time.monotonic() + _ANSWER_S
+        until_s = time.monotonic() + self._answer_s
         while len(said) < self._num_servers:
             for key_range in range(self._num_servers):
                 server = self._server_of(key_range)
@@ -135,9 +138,9 @@ class LettingGo:
                     if self._takeover is None:
                         return []
             if not ready:
-                self._take_over()
+                self._turn(0.0 if waiting else _TURN_S)
             if time.monotonic() > until_s:
-                raise RunFailed(f"servers do not answer for {_ANSWER_S:g} s, and a worker has gone or come")
+                raise RunFailed(f"servers do not answer for {self._answer_s:g} s, and a worker has gone or come")
         return [said[key_range] for key_range in sorted(said)]
 
     def _server_of(self, key_range: int) -> str | None:

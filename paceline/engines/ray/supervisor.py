@@ -159,10 +159,11 @@ class Supervisor:
                 members,
                 num_workers=spec.size,
                 num_servers=len(spec.servers),
+                takeover=self._takeover,
+                deadline_s=elastic.deadline_s,
+                turn=self._look_after_members,
                 say=self._say,
             )
-            if self._takeover is not None:
-                letting_go.outlive_servers(self._takeover, self._look_after_servers)
         self._survival = Survival(
             elastic,
             self._controller,
@@ -276,9 +277,9 @@ class Supervisor:
                 ray.kill(members.actors[name])
             members.dead.add(name)
 
-    def _look_after_servers(self) -> None:
+    def _look_after_members(self, timeout_s: float) -> None:
         """As a turn does, in the middle of one: who waits for servers goes on when others have taken over."""
-        self._controller.turn(timeout_s=0.0)  # commands wait for the whole turn
+        self._controller.turn(timeout_s=timeout_s)  # commands wait for the whole turn
         self._collect()
         if self._survival is not None:
             self._survival.end_silent()

@@ -243,8 +243,11 @@ class Holding:
         return self._replication.attached(message, answer)
 
     def _reach(self, message: Message) -> None:
-        """A worker has attached to another copy: open its gradients, which are to be read here if both die."""
+        """A worker has attached to another copy: open its gradients, which are to be read here if both die. Where they
+        are open they stay so: when it attaches anew, as another copy serves, it may have died since."""
         assert self._spec is not None
+        if message.sender in self._reached:
+            return
         num_bytes, gradients = self._spec.layout.num_bytes, None
         # A worker says nothing of its memory to a server on another host, nor is that to be opened on a third.
         if message.body and not self._spec.is_copied_apart:

@@ -71,6 +71,7 @@ class ClientCore:
         kinds = zip(beside, epochs or [epoch] * len(beside), strict=True)
         self._servers = [AskedServer(carries_bytes, is_beside, own_epoch) for is_beside, own_epoch in kinds]
         self._layout: Layout | None = None
+        self._bodies: list[Mapping[str, Any]] = []  # how each server reaches this worker's memory
         self._rows: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]] = ()
         self._clock = 0
         self._begun_at = 0  # the iteration at which clocks began
@@ -120,7 +121,8 @@ class ClientCore:
                     rank=self._rank,
                     in_place=server.is_beside or not self._carries_bytes,
                 )
-        return self._ask("attach", lambda index, server: [self._attaching(bodies[index])])
+        self._bodies = list(bodies)
+        return self._ask("attach", lambda index, _: [self._attaching(index)])
 
     def initialise(self, *, iteration: int) -> list[Send]:
         """Give the servers this worker's parameters."""
@@ -225,7 +227,8 @@ class ClientCore:
         self._num_due += not server.is_new
         server.is_new = True
         self._told.discard(index)
-        return [self._sent(index, self._attaching(body))]
+        self._bodies[index] = body
+        return [self._sent(index, self._attaching(index))]
 
     def close(self) -> None:
         """Let go of all memory."""
@@ -377,9 +380,9 @@ class ClientCore:
             messages = list(server.window.take())
         return [self._sent(index, message) for message in messages]
 
-    def _attaching(self, body: Mapping[str, Any]) -> Message:
+    def _attaching(self, index: int) -> Message:
         flags = 0 if any(server.is_beside for server in self._servers) else APART
-        return self._message(Kind.ATTACH, flags=flags, body=body)
+        return self._message(Kind.ATTACH, flags=flags, body=self._bodies[index])
 
     def _sent(self, index: int, message: Message) -> Send:
         message.epoch = self._servers[index].epoch

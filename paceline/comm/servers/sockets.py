@@ -5,7 +5,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, final
 
 import zmq
@@ -152,7 +152,7 @@ class SocketCarrier(Carrier):
         self.beside = [server.bell is not None for server in servers]
         self.is_all_beside = all(self.beside) and moves is None
         self._epoch, self._number = epoch, number
-        self._links = [self._link_to(server) for server in servers]
+        self._links = [self._first_link_to(server) for server in servers]
         self.epochs = [link.epoch for link in self._links]
         self._poller = zmq.Poller()
         for link in self._links:
@@ -301,6 +301,15 @@ class SocketCarrier(Carrier):
             self._register(link.caller)
             is_beside = link.line is not None
             self._send(client.moved(index, epoch=link.epoch, is_beside=is_beside, body=self._body(link)))
+
+    def _first_link_to(self, server: ServerAddress) -> _Link:
+        """Where servers have replicas, one that has just died answers nothing until another one has its place."""
+        try:
+            return self._link_to(server)
+        except PeerLost:
+            if self._moves is None:
+                raise
+            return self._link_to(replace(server, bell=None))
 
     def _link_to(self, server: ServerAddress) -> _Link:
         """Raises PeerLost where a server on this host has gone."""

@@ -127,7 +127,9 @@ class Lanes:
         return replace(self, rests=(*self.rests, rest), ends=(*self.ends, rest))
 
     def gone(self, rank: int, done: Done) -> "Lanes":
-        """This worker does nothing more."""
+        """This worker does nothing more. Nothing is done a second time."""
+        if rank not in self.present:
+            return self
         rests, back = list(self.rests), [*self.back, *self.given.get(rank, ())[done.left_over :]]
         for epoch, ranks in self.dealt.items():
             number = done.own if epoch == done.epoch else 0

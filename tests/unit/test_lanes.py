@@ -104,6 +104,15 @@ def test_each_batch_counts_once(data: st.DataObject, num_workers: int) -> None:
         assert (each.epoch, each.number * each.size + each.lane) not in counted
 
 
+def test_who_has_gone_goes_once() -> None:
+    """Also where the launcher is interrupted in the midst of it, and does it again."""
+    lanes, _ = Lanes.first(2).begin(0, epoch=0)
+    done = Done(0, 1, 6, samples=4, steps=1)
+    gone = lanes.gone(0, done)
+    assert gone != lanes
+    assert gone.gone(0, done) == gone
+
+
 def test_what_comes_of_one_who_has_died_gives_nothing_back() -> None:
     lanes, _ = Lanes.first(2).begin(0, epoch=0)
     gone = lanes.gone(0, Done())

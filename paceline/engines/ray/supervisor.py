@@ -237,7 +237,12 @@ class Supervisor:
         return f"the run starts; there are to be {wanted} workers once it trains"
 
     def _survive(self, survival: Survival, newcomers: Newcomers) -> None:
-        """Workers that have died are no members any more, and the others go on."""
+        """Workers that have died are no members any more, and the others go on. Who interrupts the run waits until that
+        is so, or does so again: it is to be saved with what all know of one another."""
+        with hold_back_interrupts(patience=1):
+            self._go_on_without_the_dead(survival, newcomers)
+
+    def _go_on_without_the_dead(self, survival: Survival, newcomers: Newcomers) -> None:
         members = self._members
         self._expel()
         newcomers.turn()

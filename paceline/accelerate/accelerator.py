@@ -1,5 +1,6 @@
 """Accelerate's class, whose prepared optimizers exchange as the run's strategy says."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
@@ -191,6 +192,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """In memory of its own: parameters are views of one buffer, of which files of safetensors would keep one."""
         return apart(super().get_state_dict(model, unwrap))
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """With weights in memory of their own: Accelerate leaves tensors of one buffer out of files of safetensors."""
+        if safe_serialization and isinstance(obj, OrderedDict):  # as which it takes the state dict of a model
+            obj = OrderedDict(apart(obj))
+        super().save(obj, f, safe_serialization)
 
     def save_state(self, *arguments: Any, **settings: Any) -> Any:
         with self.global_model():

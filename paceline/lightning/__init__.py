@@ -4,6 +4,7 @@
 """
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ParallelStrategy
 
 from paceline.lightning.environment import EnvironmentBody
@@ -17,6 +18,7 @@ class PacelineEnvironment(EnvironmentBody, ClusterEnvironment):  # type: ignore[
 class PacelineStrategy(StrategyBody, ParallelStrategy):  # type: ignore[misc]
     __doc__ = StrategyBody.__doc__
     environment = PacelineEnvironment
+    callback = Callback
 
 
 __all__ = ["PacelineEnvironment", "PacelineStrategy"]

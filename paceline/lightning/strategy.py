@@ -39,6 +39,8 @@ class StrategyBody(WorldBody):
 
     environment: Any
     """The class of the cluster's environment."""
+    callback: Any
+    """The class of Lightning's callbacks."""
     accelerator: Any
     optimizers: list[torch.optim.Optimizer]
 
@@ -51,6 +53,11 @@ class StrategyBody(WorldBody):
         self._loaded: Tensor | None = None  # the run's part of the checkpoint to go on from
         self._state = b""  # of the one that is being saved
         self._optimizer_states: dict[int, dict[str, Any]] = {}
+        # The global model is there before other callbacks put weights of their own in its place, which they take away
+        # before it goes. Lightning calls its strategy last, at both.
+        self._first = self.callback()
+        for stage in ("validation", "test", "predict"):
+            setattr(self._first, f"on_{stage}_start", self._put_global_model_in_place)
         super().__init__(cluster_environment=self.environment(self._worker), **plugins)
 
     # --- training -----------------------------------------------------------------------------------------------
@@ -61,6 +68,8 @@ class StrategyBody(WorldBody):
                 "Trainer(sync_batchnorm=True): workers keep batch norm's statistics of their own; leave it out"
             )
         super().setup(trainer)
+        if self._first not in trainer.callbacks:
+            trainer.callbacks.insert(0, self._first)
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):  # it would ask torch.distributed, which knows nothing of the run
                 module.distributed_available_fn = lambda: self._worker.size > 1
@@ -147,7 +156,7 @@ class StrategyBody(WorldBody):
         self._require_between_rounds("the global model")
         return self._worker.global_model()
 
-    def on_validation_start(self) -> None:
+    def _put_global_model_in_place(self, trainer: Any, module: Any) -> None:
         if self._is_prepared:
             self._in_place.enter_context(self._global_model())
 
@@ -155,7 +164,6 @@ class StrategyBody(WorldBody):
         self._in_place.close()
         self._stop_if_over()
 
-    on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
     def load_model_state_dict(self, *arguments: Any, **settings: Any) -> None:

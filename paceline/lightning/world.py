@@ -77,8 +77,11 @@ class WorldBody(_Base):  # type: ignore[misc]
         name = str(reduce_op).rpartition(".")[2].lower()
         if name not in _OPS:
             raise UsageError(f"workers reduce by {', '.join(_OPS)}, not by {reduce_op!r}")
+        own = tensor.detach().clone()
+        if _OPS[name] == "mean" and not (own.is_floating_point() or own.is_complex()):
+            own = own.float()  # such as a number of samples, by which Lightning divides
         with self._all("a reduction"):
-            return self._worker.all_reduce(tensor.detach().clone(), op=_OPS[name])
+            return self._worker.all_reduce(own, op=_OPS[name])
 
     def barrier(self, name: str | None = None) -> None:
         with self._all(f"Lightning's barrier {name or ''}".strip()):

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from paceline.engines.world import current
 from paceline.errors import UsageError
-from paceline.strategies import build, name_of
+from paceline.strategies import build, name_of, settings_of
 from paceline.strategies.base import Strategy
 from paceline.training.sharding import RoundBatches, ShardedLoader
 from paceline.training.worker import Worker
@@ -34,8 +34,10 @@ def require_possible(strategy: Strategy) -> None:
 def require_strategy(worker: Worker, wanted: str | None) -> None:
     """Raises UsageError if the run has another strategy than the script asks for."""
     if wanted is not None and build(wanted) != worker.strategy:
+        options = [f"{name}={value}" for name, value in settings_of(worker.strategy).items()]
+        found = ":".join([name_of(worker.strategy), *options])
         raise UsageError(
-            f"the script asks for {wanted}, and is started under {name_of(worker.strategy)}: start it by `paceline run "
+            f"the script asks for {wanted}, and is started under {found}: start it by `paceline run "
             f"SCRIPT --strategy {wanted} --workers N`, or name no strategy in the script, which takes the run's"
         )
 

@@ -57,6 +57,7 @@ def train(
     else:
         from paceline.accelerate import Accelerator  # type: ignore[assignment]
     from accelerate.utils import DataLoaderConfiguration
+    from safetensors import safe_open
 
     config = DataLoaderConfiguration(split_batches=split_batches)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=every, dataloader_config=config)
@@ -98,7 +99,11 @@ def train(
         "world": [accelerator.num_processes, accelerator.process_index, accelerator.is_main_process],
         "sum": float(accelerator.reduce(torch.tensor(float(accelerator.process_index + 1)))),
     }
+    state = accelerator.unwrap_model(model).state_dict()
+    accelerator.save(state, out / "saved.safetensors", safe_serialization=True)
     accelerator.wait_for_everyone()
+    with safe_open(out / "saved.safetensors", "pt") as saved:
+        said["saved"] = [saved.get_tensor(name).flatten().tolist() for name in state]
     (out / f"found-{accelerator.process_index}.json").write_text(json.dumps(said))
 
 
@@ -128,6 +133,7 @@ def test_workers_in_lock_step_train_what_one_process_trains(
     assert_alike(found, alone(tmp_path / "one", **script))
     assert found["world"] == [2, 0, True]
     assert found["sum"] == 3.0
+    assert found["saved"] == found["weights"]
 
 
 FIRST_COMERS = ("async-diloco:every=3", "ps-bsp:backup_workers=1")

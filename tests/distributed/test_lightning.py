@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import re
@@ -89,8 +90,29 @@ def made(package: str, *, manual: bool = False, step_logs: bool = False, asks_ho
     return Line()
 
 
-def data() -> TensorDataset:
-    x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+def validating_an_average(package: str) -> Any:
+    """A callback that has the moving average of the weights validated, as users write it."""
+
+    class Average(importlib.import_module(package).Callback):  # type: ignore[misc]
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            self.average = copy.deepcopy(module.state_dict())
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            for name, value in module.state_dict().items():
+                self.average[name].lerp_(value, 0.3)
+
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            self.own = copy.deepcopy(module.state_dict())
+            module.load_state_dict(self.average)
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            module.load_state_dict(self.own)
+
+    return Average()
+
+
+def data(samples: int = SAMPLES) -> TensorDataset:
+    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
@@ -107,33 +129,38 @@ def fit(
     package: str = "lightning.pytorch",
     is_plain: bool = False,
     batch_size: int = GLOBAL_BATCH // 2,
+    samples: int = SAMPLES,
     shuffle: bool = False,
     saves_every: int | None = None,
     resumes: Path | None = None,
     patience: int | None = None,
     asks_for: str | None = None,
     looks_at: str | None = None,
+    averages: bool = False,
     **module: Any,
 ) -> None:
     """The script of a run, or of one process without Paceline. What came out is in `found-RANK.json`."""
     pl = importlib.import_module(package)
     strategy = "auto" if is_plain else importlib.import_module(PACKAGES[package]).PacelineStrategy(asks_for)
-    model, dataset = made(package, **module), data()
+    model, dataset = made(package, **module), data(samples)
     callbacks = pl.callbacks
     hooks = [] if patience is None else [callbacks.EarlyStopping("val_loss", patience=patience, min_delta=100.0)]
+    if averages:
+        hooks += [validating_an_average(package)]
     if saves_every is not None:
         hooks += [callbacks.ModelCheckpoint(out, "{step}", save_top_k=-1, every_n_train_steps=saves_every)]
     more = {"max_epochs": EPOCHS, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     trainer = pl.Trainer(
         **{**more, **settings}, strategy=strategy, accelerator="cpu", default_root_dir=out, callbacks=hooks
     )
-    loaders = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle), DataLoader(dataset, batch_size=8)
+    loaders = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle), DataLoader(data(), batch_size=8)
     trainer.fit(model, *loaders, ckpt_path=resumes)
+    fitted = dict(trainer.callback_metrics)
     trainer.save_checkpoint(out / "end.ckpt")
     (tested,) = trainer.validate(model, loaders[1], verbose=False)
     found = {
         "weights": [parameter.flatten().tolist() for parameter in model.parameters()],
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "metrics": {name: float(value) for name, value in (fitted | trainer.callback_metrics).items()},
         "tested": tested,
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
@@ -205,6 +232,15 @@ def test_workers_that_run_free_validate_and_save_one_model(strategy: str, tmp_pa
     assert loss_of(model) == pytest.approx(found["tested"]["val_loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize("strategy", [*LOCK_STEP[:2], "gossip", "local-sgd:every=2"])
+def test_weights_that_a_callback_has_validated_train_nothing(strategy: str, tmp_path: Path) -> None:
+    settings = {"num_sanity_val_steps": 0}
+    found = trained(tmp_path / "averaged", strategy, settings, averages=True)
+    expected = trained(tmp_path / "plain", strategy, settings)
+    assert found["weights"] == expected["weights"]
+    assert found["metrics"]["val_loss"] != expected["metrics"]["val_loss"]
+
+
 @pytest.mark.parametrize("strategy", ["ps-asp", "ps-bsp", "gossip", "local-sgd:every=2"])
 def test_a_checkpoint_that_is_looked_at_after_training_leaves_what_was_trained(strategy: str, tmp_path: Path) -> None:
     found = trained(tmp_path, strategy, saves_every=6, looks_at="step=6.ckpt")
@@ -260,8 +296,12 @@ def test_nobody_knows_the_steps_of_rounds_before_the_first(tmp_path: Path) -> No
         ({}, {"patience": 1}),
         ({}, {"step_logs": True}),
         ({}, {"asks_how_many": True}),
+        ({}, {"samples": 61}),
     ],
-    ids=["accumulation", "clipping", "manual optimization", "early stopping", "logs of steps", "numbers of steps"],
+    ids=[
+        *("accumulation", "clipping", "manual optimization", "early stopping", "logs of steps", "numbers of steps"),
+        "a smaller last batch",
+    ],
 )
 def test_what_the_trainer_does_besides(
     strategy: str, settings: dict[str, Any], module: dict[str, Any], tmp_path: Path
@@ -305,6 +345,7 @@ def test_the_runs_budget_ends_the_trainer(strategy: str, tmp_path: Path) -> None
     [
         ("ps-asp", {}, {"step_logs": True}, "on_step=False"),
         ("ps-asp", {}, {"asks_for": "ps-ssp"}, "--strategy ps-ssp"),
+        ("ps-asp:servers=2", {}, {"asks_for": "ps-asp"}, "is started under ps-asp:servers=2: start it"),
         ("fed-avg:clients=2:fraction=0.5", {}, {}, "has no client for rank 1"),
         ("fed-avg:clients=2:fraction=1", {"val_check_interval": 2}, {}, "a number of rounds"),
         ("fed-avg:clients=2:fraction=1", {"fast_dev_run": True}, {}, r"fast_dev_run=.* give max_epochs"),

@@ -72,7 +72,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.split_batches or self.dispatch_batches:
             raise UsageError("split_batches, dispatch_batches: each worker takes batches of its own; leave them out")
         self.training_loader: TrainingLoader | None = None
-        """Whose optimizers exchange, from `prepare` on."""
+        """`prepare` sets it. Its batches are those whose steps exchange gradients."""
         self.rounds: RoundBatches | None = None
         """The training data where there are clients, from `prepare` on."""
         self._beside: tuple[nn.Module | Optimizer, ...] = ()

@@ -44,7 +44,7 @@ class Carrier(ABC):
     beside: Sequence[bool]
     """Of each server, in the order of their key ranges, whether it is on this worker's host."""
     epochs: Sequence[int] | None = None
-    """Of messages to each server and from it; none: all are of the membership's."""
+    """Each server's epoch, which messages to it and from it carry; none: they carry the membership's."""
     is_all_beside: bool = False
     """All servers are on this worker's host, and none takes another's place: rows that lie in their memory can be read
     there, and gradients of rows go with a push."""

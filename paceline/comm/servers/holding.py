@@ -143,7 +143,10 @@ class Holding:
             self._lending.lend(self.core.parts, gradients)
 
     def part_with(self, worker: int, say: Say) -> None:
-        """As `ServerCore.part_with`. What the launcher is told here and below, all copies have."""
+        """Do what `ServerCore.part_with` does, and say its answer once all copies have it.
+
+        The three methods below say theirs likewise.
+        """
         if self._replication is None:
             say(self.core.part_with(worker))
         else:
@@ -159,7 +162,7 @@ class Holding:
             self._do(self._replication.let_go(worker, counts, say, now_s))
 
     def expect(self, worker: int, say: Say) -> None:
-        """As `ServerCore.expect`."""
+        """Do what `ServerCore.expect` does."""
         if self._replication is None:
             say(self.core.expect(worker))
         else:
@@ -302,7 +305,7 @@ def identity_of(worker: int, number: int = 0, copy_of: int | None = None) -> byt
 
 
 def key_range_of(identity: bytes, own: int) -> int:
-    """Which one a worker means that has this name; `own`: the one that the server has from the start. Of no worker's
-    name it is any number."""
+    """Read from a worker's name which key range it talks to; a name without one means `own`, the range that the server
+    has from the start. A stranger's name may say any number."""
     _, _, copy_of = identity.partition(b"@")
     return int(copy_of) if copy_of.isdigit() else own

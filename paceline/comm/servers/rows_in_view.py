@@ -42,7 +42,8 @@ T = TypeVar("T")
 
 @final
 class _Board:
-    """What a server shares with all workers on its host beside columns: the lock, and words."""
+    """Holds what a server shares with all workers on its host besides columns: the lock, and two counts that readers
+    check."""
 
     def __init__(self, block: SharedBlock) -> None:
         self._memory = block.tensor

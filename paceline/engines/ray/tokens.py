@@ -23,7 +23,6 @@ _MODE, _TOKEN, _FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _TOKEN_BYTES = 32
 _NO_CLUSTER = "0" * 56  # an id that no cluster has; a client that is given none logs what becomes of asking for it
 _ASK_S = 5.0
-_ASKED = 3  # times before a token is said to be wrong: Ray on a busy host has refused a right one once
 _CLIENT = "ray://"
 
 
@@ -64,7 +63,7 @@ def users_token(address: str, *, insecure: bool) -> Iterator[None]:
             has_token = False
             with suppress(AuthenticationError):
                 has_token = AuthenticationTokenLoader.instance().has_token()
-            if not has_token or all(_is_refused(address, mode="token") for _ in range(_ASKED)):
+            if not has_token or _is_refused(address, mode="token"):
                 raise UsageError(
                     f"Ray at {address} wants the token that it was started with, and here is "
                     f"{'another' if has_token else 'none'}, {_source()}; bring there the one of its first machine, as "

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from paceline.engines.ray.local_directory import RAYS_OWN, local_directory
 from paceline.engines.ray.tokens import own_token
 from tests import apart
 from tests.distributed.harness import PACELINE, SCRIPTS
@@ -52,11 +53,17 @@ def dashboard() -> Iterator[str]:
     """Of a Ray with a token, where jobs find `paceline`."""
     port = free_port()
     path = f"{Path(PACELINE).parent}{os.pathsep}{os.environ['PATH']}"
-    command = [PYTHON, str(SCRIPTS / "takes_jobs.py"), str(port)]
     pipe = subprocess.PIPE
     with (
         own_token(),
-        subprocess.Popen(command, env={**os.environ, "PATH": path}, stdin=pipe, stdout=pipe, text=True) as ray,
+        local_directory() as directory,
+        subprocess.Popen(
+            [PYTHON, str(SCRIPTS / "takes_jobs.py"), str(port), os.path.join(directory, RAYS_OWN)],
+            env={**os.environ, "PATH": path},
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+        ) as ray,
     ):
         assert ray.stdin is not None
         assert ray.stdout is not None

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,12 +21,12 @@ _LEFT_S = 3600.0
 def shared_environment() -> Iterator[Path]:
     """A file of the working directory that has the environment and the directory, for its user alone (mode 0600);
     removed at the end, with those that are left of others. Raises OSError where nothing can be written there."""
-    for left in Path.cwd().glob(f"{_PREFIX}*{_SUFFIX}"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > _LEFT_S:
-                left.unlink()
     variables = {name: value for name, value in os.environ.items() if name not in _OWN}
     descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_SUFFIX, dir=Path.cwd())
+    for other in Path.cwd().glob(f"{_PREFIX}*{_SUFFIX}"):
+        with suppress(OSError):
+            if os.fstat(descriptor).st_mtime - other.stat().st_mtime > _LEFT_S:
+                other.unlink()
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             json.dump([os.getcwd(), variables], file)

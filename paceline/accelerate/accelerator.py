@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline.accelerate.group import join_group
-from paceline.accelerate.loader import TrainingLoader
+from paceline.accelerate.loader import TrainingLoader, training_data
 from paceline.accelerate.weights import apart, load_weights
 from paceline.errors import UsageError
 from paceline.running.frameworks import begin, require_possible
@@ -44,10 +44,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Trains a script of Accelerate's under the strategy of the run that started it: `paceline run script.py --strategy
     ps-asp --workers 4`.
 
-    Of the DataLoaders that `prepare` is given together with optimizers, the first is the training data, which is
-    divided as `worker.prepare` does; all others are Accelerate's to divide. A model that the script evaluates is the
-    worker's own: where workers differ, `with accelerator.global_model():` puts the strategy's in its place. What needs
-    all workers has them wait for each other, also where they run free between.
+    Of the DataLoaders that `prepare` is given together with optimizers, the first is the training data, or the first
+    that shuffles where that one does not. It is divided as `worker.prepare` does; all others are Accelerate's to
+    divide. A model that the script evaluates is the worker's own: where workers differ, `with
+    accelerator.global_model():` puts the strategy's in its place. What needs all workers has them wait for each other,
+    also where they run free between.
 
     Args:
         settings: Accelerate's own.
@@ -95,7 +96,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     "give prepare all optimizers at once, with the training DataLoader, and after or with their "
                     "models: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
                 )
-            replaced[id(loaders[0])] = self._begin(models, optimizers, loaders[0])
+            training = training_data(loaders)
+            replaced[id(training)] = self._begin(models, optimizers, training)
         return super().prepare(*(replaced.get(id(thing), thing) for thing in args), device_placement=device_placement)
 
     @contextmanager
@@ -127,6 +129,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().skip_first_batches(dataloader, num_batches)
 
     # --- training -----------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Any, **settings: Any) -> None:
+        if self.training_loader is not None and self.num_processes > 1:
+            self.training_loader.require_begun()
+        super().backward(loss, **settings)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

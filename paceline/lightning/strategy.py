@@ -1,7 +1,7 @@
 """Lightning's strategy that has a run of Paceline's exchange what its workers train."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,7 @@ import paceline
 from paceline.errors import UsageError
 from paceline.lightning.batches import Rounds, TrainingBatches
 from paceline.lightning.world import WorldBody
-from paceline.running.frameworks import begin, require_possible, require_strategy
+from paceline.running.frameworks import agree_on, begin, require_possible, require_strategy
 from paceline.training.sharding import RoundBatches, ShardedLoader
 
 _KEY = "paceline"
@@ -58,6 +58,7 @@ class StrategyBody(WorldBody):
         self._first = self.callback()
         for stage in ("validation", "test", "predict"):
             setattr(self._first, f"on_{stage}_start", self._put_global_model_in_place)
+        self._first.on_train_end = self._agree_before_averages_stay
         super().__init__(cluster_environment=self.environment(self._worker), **plugins)
 
     # --- training -----------------------------------------------------------------------------------------------
@@ -73,7 +74,8 @@ class StrategyBody(WorldBody):
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):  # it would ask torch.distributed, which knows nothing of the run
                 module.distributed_available_fn = lambda: self._worker.size > 1
-                module.dist_sync_fn = self._gathered
+                # A function, of which a copy of the module has the same: a method would be copied with this strategy.
+                module.dist_sync_fn = lambda tensor, group=None: self._gathered(tensor)
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
@@ -114,6 +116,11 @@ class StrategyBody(WorldBody):
     def _begun(self, dataloader: Any) -> Any:
         """Prepare, now that there are optimizers; returns what Lightning is to loop over."""
         trainer = self.lightning_module.trainer
+        if self._averages and self._worker.strategy.traits.servers_own_model:
+            raise UsageError(
+                "WeightAveraging and StochasticWeightAveraging leave their average in the model, which servers would "
+                "undo, since it is theirs: use all-reduce, gossip or local updates"
+            )
         batches = begin(self._worker, [self.lightning_module], self.optimizers, dataloader)
         self._is_prepared = True
         if isinstance(batches, RoundBatches):
@@ -152,9 +159,24 @@ class StrategyBody(WorldBody):
 
     # --- the global model ---------------------------------------------------------------------------------------
 
-    def _global_model(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _global_model(self) -> Iterator[None]:
         self._require_between_rounds("the global model")
-        return self._worker.global_model()
+        with self._worker.global_model():
+            for average in self._averages:
+                agree_on(average)
+            yield
+
+    @property
+    def _averages(self) -> list[torch.nn.Module]:
+        """What Lightning's callbacks make of each worker's weights. Their mean is the average of the workers' mean."""
+        kept = [getattr(callback, "_average_model", None) for callback in self.lightning_module.trainer.callbacks]
+        return [average for average in kept if isinstance(average, torch.nn.Module)]
+
+    def _agree_before_averages_stay(self, trainer: Any, module: Any) -> None:
+        if self._averages:
+            with self._global_model():
+                """Which has them agree."""
 
     def _put_global_model_in_place(self, trainer: Any, module: Any) -> None:
         if self._is_prepared:

@@ -96,7 +96,7 @@ class WorldBody(_Base):  # type: ignore[misc]
             raise UsageError("all_gather(sync_grads=True) is not there: gather detached tensors (sync_grads=False)")
         return torch.stack(self._gathered(tensor))
 
-    def _gathered(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
         with self._all("a gathering"):
             return self._worker.all_gather(tensor.detach())
 

@@ -11,6 +11,7 @@ from paceline.engines.world import current
 from paceline.errors import UsageError
 from paceline.strategies import build, name_of, settings_of
 from paceline.strategies.base import Strategy
+from paceline.strategies.global_model import average as average_over_workers
 from paceline.training.sharding import RoundBatches, ShardedLoader
 from paceline.training.worker import Worker
 
@@ -40,6 +41,13 @@ def require_strategy(worker: Worker, wanted: str | None) -> None:
             f"the script asks for {wanted}, and is started under {found}: start it by `paceline run "
             f"SCRIPT --strategy {wanted} --workers N`, or name no strategy in the script, which takes the run's"
         )
+
+
+def agree_on(average: nn.Module) -> None:
+    """Have a model that each worker has made of its own hold the mean of all workers'. Collective call in a meeting."""
+    world = current()
+    assert world is not None
+    average_over_workers((*average.parameters(), *average.buffers()), world.context.collective)
 
 
 def begin(

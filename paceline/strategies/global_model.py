@@ -18,7 +18,7 @@ def averaged(tensors: Iterable[Tensor], collective: Collective) -> Iterator[None
     Those that are the same on all workers stay as they are, to the last bit: a mask of the smallest number has no
     sum. So do those whose workers' shapes differ, which have no mean. Collective.
     """
-    numbers = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    numbers = _numbers(tensors)
     differ = _differ(numbers, collective)
     # An evaluation may change buffers, as batch norm does. Parameters that stay may be a whole frozen model.
     changing = [tensor for tensor, differs in zip(numbers, differ, strict=True) if differs or not _is_parameter(tensor)]
@@ -32,6 +32,18 @@ def averaged(tensors: Iterable[Tensor], collective: Collective) -> Iterator[None
         with torch.no_grad():
             for tensor, value in zip(changing, before, strict=True):
                 tensor.copy_(value)
+
+
+def average(tensors: Iterable[Tensor], collective: Collective) -> None:
+    """The same, for good. Collective."""
+    numbers = _numbers(tensors)
+    for tensor, differs in zip(numbers, _differ(numbers, collective), strict=True):
+        if differs:
+            _average(tensor.detach(), collective)
+
+
+def _numbers(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def _is_parameter(tensor: Tensor) -> bool:

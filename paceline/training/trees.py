@@ -34,7 +34,12 @@ def all_reduce_tree(collective: Collective, tree: Any, *, op: TreeOp) -> Any:
     wrong = "" if is_known else f"all_reduce_tree takes op='sum' or op='mean', not {op!r}"
     leaves = _agreed(collective, f"all_reduce_tree(op={op!r})", tree, op if is_known else None, wrong=wrong)
     for flat in leaves.lay_out(are_read=True):
-        collective.all_reduce(flat, op=op).wait()
+        # The mean of small integers is one, and their sum may be none.
+        is_narrow = not (flat.is_floating_point() or flat.is_complex()) and flat.dtype.itemsize < 8
+        joined = flat.long() if op == "mean" and is_narrow else flat
+        collective.all_reduce(joined, op=op).wait()
+        if joined is not flat:
+            flat.copy_(joined)
     return leaves.like(tree)
 
 

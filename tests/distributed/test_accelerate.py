@@ -50,6 +50,7 @@ def train(
     skips: int = 0,
     shuffle: bool = False,
     split_batches: bool = False,
+    tests_first: bool = False,
 ) -> None:
     """The script, with its one line changed or not."""
     if is_plain:
@@ -67,7 +68,14 @@ def train(
     training = DataLoader(data(SAMPLES), batch_size=batch_size, shuffle=shuffle)
     testing = DataLoader(data(30), batch_size=8)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8 * (1 if is_plain else 2), gamma=0.5)
-    model, optimizer, training, testing, scheduler = accelerator.prepare(model, optimizer, training, testing, scheduler)
+    if tests_first:
+        testing, training, scheduler, optimizer, model = accelerator.prepare(
+            testing, training, scheduler, optimizer, model
+        )
+    else:
+        model, optimizer, training, testing, scheduler = accelerator.prepare(
+            model, optimizer, training, testing, scheduler
+        )
     steps = 0
     begins = training
     if resumes is not None:
@@ -174,6 +182,27 @@ def test_the_runs_budget_ends_the_script(strategy: str, tmp_path: Path) -> None:
     found = trained(tmp_path, strategy, max_steps=10)
     assert found["steps"] <= 10
     assert len(found["found"]) == 30
+
+
+def test_the_loader_for_evaluation_may_come_first(tmp_path: Path) -> None:
+    first, last = (trained(tmp_path / str(n), "all-reduce", shuffle=True, tests_first=n == 0) for n in range(2))
+    assert first == last
+    with pytest.raises(RunFailed, match=r"training = accelerator\.prepare\(model, optimizer, training\)"):
+        trained(tmp_path / "told", "all-reduce", tests_first=True)
+
+
+@pytest.mark.parametrize("order", [["tests", "shuffled"], ["shuffled", "tests"], ["own", "shuffled"], ["shuffled"] * 2])
+def test_what_is_taken_for_training_data(order: list[str]) -> None:
+    from paceline.accelerate.loader import training_data
+
+    made = {
+        "tests": lambda: DataLoader(data(8)),
+        "shuffled": lambda: DataLoader(data(8), batch_size=2, shuffle=True),
+        "own": lambda: DataLoader(data(8), sampler=torch.utils.data.DistributedSampler(data(8), 2, 0)),
+    }
+    loaders = [made[kind]() for kind in order]
+    assert training_data(loaders) is loaders[order[0] == "tests"]
+    assert training_data(loaders[:1]) is loaders[0]
 
 
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path) -> None:

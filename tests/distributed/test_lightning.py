@@ -111,6 +111,13 @@ def validating_an_average(package: str) -> Any:
     return Average()
 
 
+def averaging(callbacks: Any, name: str) -> Any:
+    """Lightning's own."""
+    if name == "ema":
+        return callbacks.EMAWeightAveraging(decay=0.7)
+    return callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+
+
 def data(samples: int = SAMPLES) -> TensorDataset:
     x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, x.sum(1, keepdim=True))
@@ -137,6 +144,7 @@ def fit(
     asks_for: str | None = None,
     looks_at: str | None = None,
     averages: bool = False,
+    average: str | None = None,
     **module: Any,
 ) -> None:
     """The script of a run, or of one process without Paceline. What came out is in `found-RANK.json`."""
@@ -147,6 +155,8 @@ def fit(
     hooks = [] if patience is None else [callbacks.EarlyStopping("val_loss", patience=patience, min_delta=100.0)]
     if averages:
         hooks += [validating_an_average(package)]
+    if average is not None:
+        hooks += [averaging(callbacks, average)]
     if saves_every is not None:
         hooks += [callbacks.ModelCheckpoint(out, "{step}", save_top_k=-1, every_n_train_steps=saves_every)]
     more = {"max_epochs": EPOCHS, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
@@ -321,6 +331,25 @@ def test_a_resumed_run_equals_an_uninterrupted_one(strategy: str, tmp_path: Path
         assert (resumed["steps"], resumed["epochs"]) == (whole["steps"], whole["epochs"])
 
 
+@pytest.mark.parametrize("average", ["ema", "swa"])
+@pytest.mark.parametrize("strategy", ["all-reduce", "gossip", "local-sgd:every=2", "diloco:every=2"])
+def test_averages_of_weights_are_of_all_workers(strategy: str, average: str, tmp_path: Path) -> None:
+    """A run that is resumed validates, and ends with, what an undisturbed one does; so does each of its workers."""
+    script = {"shuffle": True, "average": average}
+    whole = trained(tmp_path / "whole", strategy, saves_every=6, **script)
+    plain = trained(tmp_path / "plain", strategy, shuffle=True)
+    assert whole["tested"] != plain["tested"]
+    other = json.loads((tmp_path / "whole" / "found-1.json").read_text())
+    assert (whole["metrics"], whole["tested"]) == (other["metrics"], other["tested"])
+    saved = torch.load(tmp_path / "whole" / "end.ckpt", weights_only=True)["state_dict"]
+    model = made("lightning.pytorch")
+    model.load_state_dict(saved)
+    assert loss_of(model) == pytest.approx(whole["tested"]["val_loss"], rel=1e-4)
+    resumed = trained(tmp_path / "resumed", strategy, resumes=tmp_path / "whole" / "step=6.ckpt", **script)
+    assert resumed["weights"] == whole["weights"]
+    assert (resumed["metrics"], resumed["tested"]) == (whole["metrics"], whole["tested"])
+
+
 def test_lightning_alone_goes_on_from_what_servers_held(tmp_path: Path) -> None:
     trained(tmp_path / "first", "ps-bsp:servers=2", {"max_epochs": 2})
     resumed = alone(tmp_path / "second", resumes=tmp_path / "first" / "end.ckpt")
@@ -344,6 +373,8 @@ def test_the_runs_budget_ends_the_trainer(strategy: str, tmp_path: Path) -> None
     ("strategy", "settings", "script", "remedy"),
     [
         ("ps-asp", {}, {"step_logs": True}, "on_step=False"),
+        ("ps-bsp", {}, {"average": "ema"}, "use all-reduce, gossip or local updates"),
+        ("ps-asp", {}, {"average": "swa"}, "use all-reduce, gossip or local updates"),
         ("ps-asp", {}, {"asks_for": "ps-ssp"}, "--strategy ps-ssp"),
         ("ps-asp:servers=2", {}, {"asks_for": "ps-asp"}, "is started under ps-asp:servers=2: start it"),
         ("fed-avg:clients=2:fraction=0.5", {}, {}, "has no client for rank 1"),

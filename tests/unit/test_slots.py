@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -105,3 +106,18 @@ def test_a_command_gets_the_environment_and_the_directory(tmp_path: Path, monkey
         done = subprocess.run(program, env=task, cwd="/", capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [str(tmp_path), "a secret\nof two lines", "2"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_launcher_has_left_goes_and_what_another_job_uses_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    makes = "import os, signal; from paceline.engines.ray import remote_start as r\n"
+    makes += "with r.shared_environment(): os.kill(os.getpid(), signal.SIGKILL)"
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", makes], cwd=tmp_path, check=False)
+    old, young = tmp_path.iterdir()
+    os.utime(old, (time.time() - 7200,) * 2)
+    with remote_start.shared_environment() as own:
+        assert sorted(tmp_path.iterdir()) == sorted([young, own])
+    assert list(tmp_path.iterdir()) == [young]

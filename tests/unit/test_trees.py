@@ -76,6 +76,26 @@ def test_leaves_are_joined_and_keep_their_kinds(world: World, op: str, factor: i
         assert_same(given_tree, tree_of(rank))
 
 
+NARROW = {str(dtype): dtype for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32)}
+
+
+def large(collective: Collective) -> Any:
+    """Each dtype's largest number, less the rank, and its smallest, plus the rank."""
+    ends = {name: (torch.iinfo(dtype).max, torch.iinfo(dtype).min) for name, dtype in NARROW.items()}
+    tree = {
+        name: torch.tensor([most - collective.rank, least + collective.rank], dtype=NARROW[name])
+        for name, (most, least) in ends.items()
+    }
+    return all_reduce_tree(collective, tree, op="mean")
+
+
+def test_the_mean_of_large_integers_does_not_overflow(world: World) -> None:
+    for found in world.run(large):
+        for name, dtype in NARROW.items():
+            assert found[name].dtype == dtype
+            assert found[name].tolist() == [torch.iinfo(dtype).max - 1, torch.iinfo(dtype).min + 1]
+
+
 def from_root(collective: Collective, root: int) -> Any:
     return broadcast_tree(collective, {**tree_of(collective.rank), "flag": collective.rank == root}, root=root)
 

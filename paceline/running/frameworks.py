@@ -29,7 +29,7 @@ def require_possible(strategy: Strategy) -> None:
         )
     if world.checkpoint is not None:
         raise UsageError(
-            "--resume goes on from Paceline's checkpoints, which know nothing of the framework's counters: leave it out, "
+            "--resume goes on from Paceline's checkpoints, which have none of the framework's counters: leave it out, "
             "give another --out, and have the script resume from the framework's own checkpoint (Lightning's "
             "fit(ckpt_path=...), Accelerate's load_state, Transformers' train(resume_from_checkpoint=...))"
         )

@@ -136,9 +136,8 @@ def table(found: Plan) -> Table:
     sooner = ["sooner"] if found.noise is not None else []
     for heading in ("strategy", "workers", "step, ms", "samples/s", *sooner, "efficiency", "binds"):
         is_text = heading in ("strategy", "binds")
-        shown.add_column(
-            heading, justify="left" if is_text else "right", no_wrap=heading == "strategy", overflow="fold"
-        )
+        # What is long gives way, so that no number is broken.
+        shown.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     for point in found.best_of_each:
         best = point.prediction
         rates = [words.quantity(best.step_s * 1e3), words.quantity(best.samples_per_s)]

@@ -83,7 +83,8 @@ def slurm(
         logs = f"{out}-%j.log"
     if write is not None:
         write.write_text(text, encoding="utf-8")
-        typer.echo(f"Wrote {write}; submit it with: sbatch {shlex.quote(str(write))}")
+        _make_room(logs)
+        typer.echo(f"Wrote {write}; submit it with: {shlex.join(['sbatch', f'--output={logs}', str(write)])}")
         return
     said = _submitted(text, logs)
     results = f"the report to {out}" if compare else f"its results to {out}-JOB"
@@ -122,8 +123,13 @@ def _submitted(text: str, logs: str) -> str:
     """Gives the job to sbatch; returns its answer."""
     if shutil.which("sbatch") is None:
         raise UsageError("there is no sbatch here; --write FILE writes the job script, to be submitted where SLURM is")
-    Path(logs).parent.mkdir(parents=True, exist_ok=True)
+    _make_room(logs)
     done = subprocess.run(["sbatch", f"--output={logs}"], input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RunFailed(f"sbatch does not take the job: {done.stderr.strip()}")
     return done.stdout.strip()
+
+
+def _make_room(logs: str) -> None:
+    """SLURM makes no directory for what a job says, and the job then fails without a word."""
+    Path(logs).parent.mkdir(parents=True, exist_ok=True)

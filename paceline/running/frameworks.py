@@ -29,7 +29,11 @@ def require_possible(strategy: Strategy) -> None:
             "--engine virtual has all workers in one process, for which the framework is not made; use --engine ray"
         )
     if world.checkpoint is not None:
-        raise UsageError("--resume goes on from Paceline's checkpoints; resume from the framework's own, as it does")
+        raise UsageError(
+            "--resume goes on from Paceline's checkpoints, which have none of the framework's counters: leave it out, "
+            "give another --out, and have the script resume from the framework's own checkpoint (Lightning's "
+            "fit(ckpt_path=...), Accelerate's load_state, Transformers' train(resume_from_checkpoint=...))"
+        )
 
 
 def require_strategy(worker: Worker, wanted: str | None) -> None:

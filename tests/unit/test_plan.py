@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import math
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
@@ -21,8 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import cli
+from paceline.cli.plan import table as shown_table
 from paceline.cluster.description import Cluster, Communication, Compute, Hosts, Servers
 from paceline.errors import UsageError
+from paceline.lab import words
 from paceline.planner import StepWork, figures, predict, wording
 from paceline.planner.noise import NoiseScale
 from paceline.planner.observing import NOISE_STEPS, observe
@@ -147,6 +151,16 @@ def test_sentences_say_what_the_numbers_do() -> None:
     assert said.startswith(f"ps-bsp on {most} workers")
     alone = plan(cluster_of(8, gbit_per_s=1e-4), replace(WORK, tensor_bytes=(40_000_000,)), num_checks=0)
     assert wording.answer(alone)[0].startswith("One worker alone")
+
+
+def test_a_long_strategy_breaks_no_number() -> None:
+    found = plan(cluster_of(), WORK, strategies=["single", "all-reduce:codec=auto:codec.among=bf16+int8"], num_checks=0)
+    console = Console(width=60, record=True, file=io.StringIO())
+    console.print(shown_table(found))
+    shown = console.export_text()
+    assert len(found.best_of_each) == 2
+    for point in found.best_of_each:
+        assert f" {words.quantity(point.prediction.samples_per_s)} " in shown
 
 
 def test_the_headline_says_what_it_goes_by() -> None:

@@ -15,6 +15,7 @@ from paceline.cli import exit_codes
 from paceline.engines.ray import slurm
 from paceline.errors import UsageError
 from paceline.scheduler import Allocation, Asked, Job, array_script, expand, from_environment, job_script
+from tests.unit.test_cli import paceline
 
 NAMES = st.text("abcxyz-", min_size=1, max_size=4).filter(lambda name: name[0] != "-")
 NUMBERS = st.integers(0, 120)
@@ -122,6 +123,21 @@ def test_a_job_script_asks_for_what_it_was_given_and_is_bash() -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert "#SBATCH --no-kill" not in asked
     assert "#SBATCH --no-kill" in job_script(job(outlives_hosts=True)).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("options", "log"),
+    [(["--out", "my runs/one"], "'--output=my runs/one-%j.log'"), (["--compare"], "--output=studies/train-%A_%a.log")],
+)
+def test_a_job_script_that_is_written_is_submitted_with_a_log_whose_directory_is_there(
+    options: list[str], log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import paceline\n\npaceline.init()\n", encoding="utf-8")
+    more = ["--strategies", "all-reduce", "--target", "accuracy=0.9"] if "--compare" in options else []
+    assert paceline(monkeypatch, "slurm", "train.py", *options, *more, "--write", "job.sh") == 0
+    assert capsys.readouterr().out == f"Wrote job.sh; submit it with: sbatch {log} job.sh\n"
+    assert Path("my runs" if not more else "studies").is_dir()
 
 
 def test_each_task_of_an_array_is_given_its_number_before_the_scripts_arguments(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from paceline.errors import UsageError
 from paceline.scheduler import RayJob, ray_job_yaml
 from paceline.scheduler.ray_job import RESULTS, SCRIPTS
 from paceline.scheduler.ray_job_yaml import apply_command
+from paceline.scheduler.script_alone import require_alone
 
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 _JOBS_OWN = ("workers", "out", "address", "insecure", "detach")
@@ -86,7 +87,7 @@ def kubernetes(
             head_memory=head_memory,
             ray_version=ray_version if ray_version is not None else metadata.version("ray"),
             command=["paceline", "run", path, "--workers", str(num_workers), *out, *rest],
-            script=None if script_in_image else (script.name, script.read_text(encoding="utf-8-sig")),
+            script=None if script_in_image else _whole(script),
             token_secret=token_secret,
             service_account=service_account,
             pull_secret=pull_secret,
@@ -121,3 +122,10 @@ def _deliver(text: str, output: Path | None) -> None:
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror}") from None
     typer.echo(f"Wrote {output}; submit it with: {apply_command(str(output))}")
+
+
+def _whole(script: Path) -> tuple[str, str]:
+    """Its name and its text. Raises UsageError if these are not all that it needs."""
+    text = script.read_text(encoding="utf-8-sig")
+    require_alone(script, text)
+    return script.name, text

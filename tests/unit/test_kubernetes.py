@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.scheduler import RayJob, ray_job_yaml
 from paceline.scheduler.ray_job_yaml import entrypoint
+from paceline.scheduler.script_alone import require_alone
 from paceline.scheduler.yaml_text import documents
 from tests.unit.test_cli import paceline
 
@@ -383,6 +384,29 @@ def test_the_command_refuses(
     captured = capsys.readouterr()
     assert (said or "must be the whole path in the image") in " ".join(captured.err.split())
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("beside", "line", "said"),
+    [
+        ("nets.py", "from nets import Net", "imports nets, which is in nets.py,"),
+        ("nets/__init__.py", "if True:\n    import torch, nets.small as small", "which is in nets/__init__.py,"),
+        ("nets.py", "import torch", None),
+        ("train.py", "import train", None),  # itself
+        ("nets.py", "this is no Python", None),
+    ],
+)
+def test_a_script_with_modules_beside_it_is_not_sent_without_them(
+    beside: str, line: str, said: str | None, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    (tmp_path / beside).parent.mkdir(exist_ok=True)
+    (tmp_path / beside).write_text("")
+    if said is None:
+        require_alone(script, line)
+        return
+    with pytest.raises(UsageError, match=f"{said} and the job gets the script alone.*--script-in-image"):
+        require_alone(script, line)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ def require_alone(script: Path, text: str) -> None:
         beside = next(filter(Path.exists, (script.parent / f"{name}.py", script.parent / name / "__init__.py")), None)
         if beside is not None and beside.resolve() != script.resolve():
             raise UsageError(
-                f"the script {script.name} imports {name}, which is in {beside.relative_to(script.parent)}, and the job "
-                "gets the script alone; put both into the image, and say --script-in-image"
+                f"the script {script.name} imports {name}, which is in {beside.relative_to(script.parent)}, and the "
+                "job gets the script alone; put both into the image, and say --script-in-image"
             )
 
 

@@ -27,7 +27,7 @@ class TooMany(Exception):
     """There are more worlds than a protocol that ends has."""
 
 
-MOST_WORLDS = 1_000_000
+MOST_WORLDS = 500_000
 """A kilobyte each."""
 
 

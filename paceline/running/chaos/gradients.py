@@ -1,6 +1,7 @@
 """Whether each gradient counts once on servers of a run that was struck, and each sample with them."""
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -43,14 +44,16 @@ def of_samples(folder: Path, whole: Path, strikes: Sequence[Strike], *, unit: Un
     """Where workers may die, too, each copy that is left is to be made of the same gradients, each once, and these of
     each sample as often as in the undisturbed run, or of fewer where the run says that nobody was left to train on
     them; and there are as many updates as follows."""
-    copies = _copies(folder, strikes)
+    copies, of_whole = _copies(folder, strikes), _copies(whole, ())
     gradients = set[Gradient]().union(*copies.values())
     wrong = _otherwise(copies, dict.fromkeys(copies, gradients))
+    for key_range in sorted({copy.key_range for copy in of_whole} - {copy.key_range for copy in copies}):
+        wrong.append(f"nothing counts in key range {key_range} on any server that is left")
     pushed = _pushed(folder)
-    wrong += [f"gradient {clock} of worker {worker} counts, and was not pushed" for worker, clock in
-              sorted(gradients - pushed.keys())]  # fmt: skip
+    for worker, clock in sorted(gradients - pushed.keys()):
+        wrong.append(f"gradient {clock} of worker {worker} counts, and was not pushed")
     samples = _samples(pushed, gradients)
-    wanted = _samples(_pushed(whole), set[Gradient]().union(*_copies(whole, ()).values()))
+    wanted = _samples(_pushed(whole), set[Gradient]().union(*of_whole.values()))
     may_lack = any(event.name == "left_over" for event in read_records(folder / "out", EventRecord))
     differ = sorted(
         sample
@@ -61,17 +64,13 @@ def of_samples(folder: Path, whole: Path, strikes: Sequence[Strike], *, unit: Un
         first = differ[0]
         told = f"sample {first} counts {samples[first]} times, and {wanted[first]} times in the undisturbed run"
         wrong.append(f"{len(differ)} samples count otherwise: {told}")
-    return wrong + _updates(Result(folder / "out").iteration, len(gradients), len(pushed_by(pushed)), unit)
+    return wrong + _updates(Result(folder / "out").iteration, gradients, unit)
 
 
-def pushed_by(pushed: Iterable[Gradient]) -> set[int]:
-    """The workers whose gradients these are."""
-    return {worker for worker, _ in pushed}
-
-
-def _updates(number: int, num_gradients: int, num_workers: int, unit: Unit) -> list[str]:
+def _updates(number: int, gradients: set[Gradient], unit: Unit) -> list[str]:
     """Each gradient is an update, or each update of one gradient of each worker at most."""
-    least = num_gradients if unit == "gradient" else -(-num_gradients // max(1, num_workers))
+    num_gradients, num_workers = len(gradients), len({worker for worker, _ in gradients})
+    least = num_gradients if unit == "gradient" else math.ceil(num_gradients / max(1, num_workers))
     if least <= number <= num_gradients:
         return []
     return [f"there are {number} updates of {num_gradients} gradients; {least} to {num_gradients} are right"]

@@ -28,7 +28,7 @@ class TooMany(Exception):
 
 
 MOST_WORLDS = 500_000
-"""A kilobyte each."""
+"""Nearly twice as many as the largest case of the tests has: 271,162, of a kilobyte each."""
 
 
 class Rules(NamedTuple):

@@ -15,7 +15,7 @@ from paceline.errors import RunFailed, UsageError
 def chaos(
     script: common_options.Script,
     strategy: Annotated[
-        str, typer.Option(help="all-reduce, local updates (diloco:every=10), or servers with replicas.")
+        str, typer.Option(help="all-reduce, local updates (diloco:every=10), or servers.")
     ] = "all-reduce",
     workers: Annotated[int, typer.Option(help="Processes that train.")] = 3,
     option: Annotated[
@@ -25,6 +25,9 @@ def chaos(
         int | None,
         typer.Option(help="Processes that are to die, in as many runs as it takes.", show_default="10"),
     ] = None,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Under servers with replicas: workers die, too, as with run --elastic.")
+    ] = False,
     at_least: Annotated[
         int | None, typer.Option(help="Workers that are left alive in each run.", show_default="1")
     ] = None,
@@ -47,8 +50,9 @@ def chaos(
 
     One run is left alone. In the others processes end (SIGKILL, a segmentation fault), stop (SIGSTOP, for good or for a
     second), hold their interpreter, run out of memory, or lose their connections: workers, which the others outlive as
-    in elastic runs, or servers that have copies (replicas=R); or the launcher of a detached run dies, or finds its disk
-    full. With --address, links and Ray nodes of hosts that are network namespaces of this machine fail.
+    in elastic runs, servers that have copies (replicas=R), and with --elastic both in one run; or the launcher of a
+    detached run dies, or finds its disk full. With --address, links and Ray nodes of hosts that are network namespaces
+    of this machine fail.
 
     A run is right if whoever was struck and nobody else is lost, every sample or gradient counts as often as in the
     undisturbed run, the final model is as near to that one's as the strategy promises, and no process or descriptor is
@@ -72,6 +76,7 @@ def chaos(
         script=program,
         strategy=build(strategy, parse_options(option or [], where="--option")),
         workers=workers,
+        elastic=elastic,
         at_least=at_least,
         seed=seed,
         max_steps=max_steps,

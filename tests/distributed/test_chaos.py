@@ -84,3 +84,26 @@ def test_each_gradient_counts_once_without_lock_step(start: Callable[..., Comman
     assert command.status == 0, output
     assert re.search(r"kill|segfault", output)
     assert re.search(r"model \d\.\de-1[5-9] apart", output), output
+
+
+@pytest.mark.timeout(900)
+def test_workers_and_servers_of_one_run_die(start: Callable[..., Command], tmp_path: Path) -> None:
+    """A server while others let a worker go, and another one that is stopped; then both kinds while they train. Others
+    wait for whoever dies, so that each sample counts once, as servers' counts and workers' own words tell."""
+    given = ["--strategy", "ps-bsp", "--option", "servers=3", "--option", "replicas=2", "--elastic", "--workers", 3]
+    strikes = [
+        strike("worker-1", "pushes", 8, "kill"),
+        strike("server-0", "lets a worker go", 1, "kill"),
+        strike("server-2", "is asked", 30, "stop"),
+    ]
+    others = [strike("worker-0", "waits for servers", 12, "segfault"), strike("server-1", "is asked", 20, "kill")]
+    path = scheduled(tmp_path, (strikes, 1), (others, 0))
+    command = start("chaos", SCRIPTS / "sums.py", *given, "--schedule", path, "--out", tmp_path / "out")
+    output = command.wait()
+    assert command.status == 0, output
+    assert "5 deaths in 2 runs, 0 wrong" in output
+    assert not any(of(tmp_path / "out" / f"run-{number}" / "out", "left_over") for number in (1, 2))
+    why = {event["who"]: event["details"]["why"] for event in of(tmp_path / "out" / "run-1" / "out", "server_lost")}
+    assert why["server-0"] == "its process ended"
+    assert re.match(r"it was silent for \d+\.\d s and was ended", why["server-2"])
+    command.assert_nothing_left()

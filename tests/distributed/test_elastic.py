@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +17,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.elastic import Report
+from paceline.engines.ray.reforming import report_of
 from paceline.errors import RunFailed, UsageError
 from paceline.training.sharding import ShardedLoader
-from tests.distributed.harness import SCRIPTS, events, pids
+from tests.distributed.harness import SCRIPTS, events, pids, wait_until
 from tests.distributed.local import Listener
 
 pytestmark = pytest.mark.ray
@@ -144,6 +149,50 @@ def test_a_growing_batch_counts_each_sample_once(tmp_path: Path, ray_here: None)
 def test_too_few_are_left(tmp_path: Path, ray_here: None) -> None:
     with pytest.raises(RunFailed, match="1 workers are left, and --elastic asks for 2 or more"):
         trained(tmp_path, "--fail", "0:4:kill", "--fail", "1:4:kill", elastic="2:3")
+
+
+TOLD = """
+import os, signal, sys
+from pathlib import Path
+
+import paceline, torch
+from torch.utils.data import DataLoader, TensorDataset
+
+worker = paceline.init()
+model = torch.nn.Linear(4, 1)
+data = DataLoader(TensorDataset(torch.ones(96, 4)), batch_size=4)
+model, optimizer, data = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+try:
+    for step, (inputs,) in enumerate(data):
+        if (worker.rank, step) == (1, 4):
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(inputs).mean().backward()
+        optimizer.step()
+except BaseException as error:
+    Path(sys.argv[1], f"told-{worker.rank}").write_text(str(error))
+    raise
+"""
+
+
+@pytest.mark.slow
+def test_workers_are_told_when_what_they_report_ends_the_run(
+    tmp_path: Path, ray_here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They end by themselves, with their scripts' own clean-up, whatever the launcher was at when it found that out."""
+
+    def further(body: Mapping[str, Any]) -> Report:
+        report = report_of(body)
+        return replace(report, applied=report.applied + 2) if report.rank == 2 else report
+
+    monkeypatch.setattr("paceline.engines.ray.survival.report_of", further)
+    script = tmp_path / "train.py"
+    script.write_text(TOLD)
+    out, words = tmp_path / "out", "steps far"
+    with pytest.raises(RunFailed, match=words):
+        paceline.run(script, workers=3, elastic="1:3", arguments=[str(tmp_path)], out=out, watcher=Listener())
+    assert [words in (tmp_path / f"told-{rank}").read_text() for rank in (0, 2)] == [True, True]
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids(out).values()))
 
 
 @pytest.mark.slow

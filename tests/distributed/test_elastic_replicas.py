@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -42,19 +43,19 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 COPIES = {"servers": 2, "replicas": 1}
 
 
-def kill(out: Path, server: int) -> None:
-    os.kill(pids(out)[f"server-{server}"], signal.SIGKILL)
+def kill(out: Path, server: int, how: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(pids(out)[f"server-{server}"], how)
 
 
 @contextmanager
-def struck(out: Path, server: int, *, when: Callable[[], bool]) -> Iterator[None]:
-    """The server is killed as soon as this is so."""
+def struck(out: Path, server: int, *, when: Callable[[], bool], how: signal.Signals = signal.SIGKILL) -> Iterator[None]:
+    """The server is killed, or stopped for good, as soon as this is so."""
     failures = list[BaseException]()
 
     def strike() -> None:
         try:
             assert wait_until(lambda: out.exists() and is_training(out) and when())
-            kill(out, server)
+            kill(out, server, how)
         except BaseException as failure:
             failures.append(failure)
 
@@ -87,12 +88,22 @@ def require_the_others_updates(out: Path, *, server: int, gradients: int) -> Non
     assert len([each for each in counted if each[0] != server]) == gradients
 
 
-@pytest.mark.parametrize(("strategy", "server"), [("ps-asp", 0), ("ps-ssp", 1)])
-def test_a_server_dies(tmp_path: Path, ray_here: None, strategy: str, server: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "server", "how", "why"),
+    [
+        ("ps-asp", 0, signal.SIGKILL, r"its process ended"),
+        ("ps-ssp", 1, signal.SIGSTOP, r"it was silent for \d+\.\d s and was ended"),
+    ],
+)
+def test_a_server_dies(
+    tmp_path: Path, ray_here: None, strategy: str, server: int, how: signal.Signals, why: str
+) -> None:
+    """Whether its process ends by itself or for its silence is told."""
     out = tmp_path / "out"
-    with struck(out, server, when=lambda: max(iterations_of(out), default=0) >= 8):
+    with struck(out, server, when=lambda: max(iterations_of(out), default=0) >= 8, how=how):
         trained(tmp_path, "--tally", "--step-s", 0.02, strategy=strategy, options=COPIES, elastic="1:3", eval_every=24)
     require_taken_over(out, server)
+    assert re.match(why, of(out, "server_lost")[0]["details"]["why"])
     assert not of(out, "lost")
     require_counted(out, times=2)
     require_each_sample(out, times=2)

@@ -23,6 +23,14 @@ class Broken(Exception):
     """The protocol has broken a promise."""
 
 
+class TooMany(Exception):
+    """There are more worlds than a protocol that ends has."""
+
+
+MOST_WORLDS = 500_000
+"""Nearly twice as many as the largest case of the tests has: 271,162, of a kilobyte each."""
+
+
 class Rules(NamedTuple):
     """What members and the coordinator keep to."""
 
@@ -343,13 +351,23 @@ class World(NamedTuple):
 
 
 def explore(
-    rules: Rules, *, num_workers: int = 3, failures: int = 2, goal: int = 1, joins: bool = False, leaves: int = 0
+    rules: Rules,
+    *,
+    num_workers: int = 3,
+    failures: int = 2,
+    goal: int = 1,
+    joins: bool = False,
+    leaves: int = 0,
+    most_worlds: int = MOST_WORLDS,
 ) -> tuple[int, list[str] | None]:
     """The number of worlds that can come to be, and the shortest way to a broken promise, if there is one.
 
     Args:
         joins: the last worker comes while the others train.
         leaves: how many may be asked to leave.
+
+    Raises:
+        TooMany: there are more worlds than these, as where something can be said again and again.
     """
     membership = Membership.first(num_workers - joins)
     first = World(
@@ -373,6 +391,9 @@ def explore(
                 way = (what, world)
                 if came_by.setdefault(successor, way) is way:
                     queue.append(successor)
+            if len(came_by) > most_worlds:
+                way_there = "; ".join(_way(came_by, world)[-8:])
+                raise TooMany(f"more than {most_worlds:,} worlds, and no end in sight; the last one by: {way_there}")
             if is_last:
                 world.require_goal()
         except Broken as broken:

@@ -15,21 +15,25 @@ import torch
 
 from paceline.engines import striking
 from paceline.engines.scripting import Script, is_lack_of_memory
-from paceline.engines.striking import KINDS, SERVER_PLACES, Strike, acts, connections, hosts
+from paceline.engines.striking import KINDS, SERVERS, Strike, acts, connections, hosts
 from paceline.errors import RunFailed, UsageError
-from paceline.running.chaos import Campaign, Schedule, drawing, judging, launcher, runs, schedule
-from paceline.running.chaos.program import OFTEN, PLACES
+from paceline.running.chaos import Campaign, Schedule, drawing, gradients, judging, launcher, runs, schedule
+from paceline.running.chaos.program import AMONG_WORKERS, UNDER_SERVERS
+from paceline.running.chaos.roles import Role, roles_of
 from paceline.strategies import build
 from paceline.training.snapshot import as_model_file
 
-CALLS = {f"worker-{rank}": dict.fromkeys(OFTEN, 20) for rank in range(3)}
+CALLS = {f"worker-{rank}": dict.fromkeys(AMONG_WORKERS.often, 20) for rank in range(3)}
 SCRIPT = Script("train.py", "", (), "/tmp", ())
 WITHOUT_LACKS = {name: replace(kind, lacks=lambda: "") for name, kind in KINDS.items()}
-SERVERS = {f"server-{index}": dict.fromkeys(SERVER_PLACES, 20) for index in range(3)}
+SERVER_CALLS = {f"server-{index}": dict.fromkeys(SERVERS.often, 20) for index in range(3)}
+BOTH_CALLS = {f"worker-{rank}": dict.fromkeys(UNDER_SERVERS.often, 20) for rank in range(3)} | SERVER_CALLS
+WORKER, SERVER = Role("worker", AMONG_WORKERS, 2), Role("server", SERVERS, 1, is_ended_silent=False)
 
 
 def test_places_are_there() -> None:
-    for owner, name in [*PLACES.values(), *SERVER_PLACES.values(), *launcher.PLACES.values()]:
+    places = [AMONG_WORKERS.all, UNDER_SERVERS.all, SERVERS.all, launcher.PLACES]
+    for owner, name in [place for each in places for place in each.values()]:
         assert callable(getattr(owner, name))
 
 
@@ -40,25 +44,27 @@ def test_silence_tells_pauses_from_what_is_deadly() -> None:
 
 def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("paceline.running.chaos.drawing.KINDS", WITHOUT_LACKS)
-    drawn = [drawing.of_workers(Random(seed), CALLS, most=2) for seed in range(100)]
-    assert drawn == [drawing.of_workers(Random(seed), CALLS, most=2) for seed in range(100)]
+    drawn = [drawing.of_workers(Random(seed), CALLS, WORKER) for seed in range(100)]
+    assert drawn == [drawing.of_workers(Random(seed), CALLS, WORKER) for seed in range(100)]
     for scene in drawn:
         assert 1 <= len({strike.who for strike in scene.strikes if strike.is_deadly} & CALLS.keys()) <= 2
     strikes = [strike for scene in drawn for strike in scene.strikes]
-    assert {strike.place for strike in strikes} == set(PLACES)
+    assert {strike.place for strike in strikes} == set(AMONG_WORKERS.all)
     assert {strike.kind for strike in strikes} == {"kill", "segfault", "stop", "hold", "memory", "pause", "cut"}
-    servers = [drawing.of_servers(Random(seed), SERVERS, most=1) for seed in range(50)]
+    servers = [drawing.of_servers(Random(seed), SERVER_CALLS, SERVER) for seed in range(50)]
     assert all(sum(strike.is_deadly for strike in scene.strikes) == 1 for scene in servers)
     assert {strike.kind for scene in servers for strike in scene.strikes} == {"kill", "segfault", "pause", "cut"}
     launchers = [strike for seed in range(100) for strike in drawing.of_launcher(Random(seed)).strikes]
     assert {strike.place for strike in launchers} == set(launcher.PLACES)
     assert {strike.kind for strike in launchers} == {"kill", "full"}
     others = [["worker-0", "worker-1"], ["worker-2"]]
-    of_hosts = [drawing.of_host(Random(seed), CALLS, others, most=1) for seed in range(100)]
+    of_hosts = [drawing.of_host(Random(seed), CALLS, AMONG_WORKERS, others, most=1) for seed in range(100)]
     on_hosts = [strike for scene in of_hosts if scene is not None for strike in scene.strikes]
     assert {strike.kind for strike in on_hosts if strike.who == "worker-2"} == {"part", "flicker", "slow", "node"}
     assert {strike.kind for strike in on_hosts if strike.who != "worker-2"} == {"flicker", "slow"}
-    often = [each for each in strikes if each.place in OFTEN] + [each for scene in servers for each in scene.strikes]
+    often = [each for each in strikes if each.place in AMONG_WORKERS.often] + [
+        each for scene in servers for each in scene.strikes
+    ]
     assert {each.number for each in often} == set(range(3, 17))  # of 20 calls
     path = tmp_path / "schedule.json"
     Schedule(tuple(drawn)).write(path)
@@ -66,6 +72,48 @@ def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path, monkeyp
     path.write_text("{}")
     with pytest.raises(UsageError, match="no schedule that `paceline chaos` wrote"):
         Schedule.read(path)
+
+
+def test_workers_and_servers_are_struck_in_one_run_and_apart(monkeypatch) -> None:
+    """At most as many as may die in a run; servers also where they let go or in whoever dies or joins."""
+    monkeypatch.setattr("paceline.running.chaos.drawing.KINDS", WITHOUT_LACKS)
+    traits = build("ps-asp", {"servers": 3, "replicas": 2}).traits
+    roles = roles_of(traits, is_elastic=True, workers=3, at_least=1)
+    assert [(role.who, role.most, role.is_ended_silent) for role in roles] == [("worker", 2, True), ("server", 2, True)]
+    drawn = [drawing.of_members(Random(seed), BOTH_CALLS, roles, left=3) for seed in range(400)]
+    assert drawn == [drawing.of_members(Random(seed), BOTH_CALLS, roles, left=3) for seed in range(400)]
+    deadly = [[each for each in scene.strikes if each.is_deadly] for scene in drawn]
+    workers, servers = ([[each for each in some if each.who.startswith(who)] for some in deadly] for who in ("w", "s"))
+    assert {(bool(w), bool(s)) for w, s in zip(workers, servers, strict=True)} == {
+        (True, True),
+        (True, False),
+        (False, True),
+    }
+    assert max(len({each.who for each in some} & CALLS.keys()) for some in workers) == 2
+    assert max(len({each.who for each in some}) for some in servers) == 2
+    assert {each.place for some in workers for each in some} == set(UNDER_SERVERS.all)
+    assert {each.place for some in servers for each in some} == set(SERVERS.all)
+    assert {"stop", "hold"} <= {each.kind for some in servers for each in some}
+    alone = [s for w, s in zip(workers, servers, strict=True) if not w]
+    assert {each.place for some in alone for each in some} == set(SERVERS.often)
+    one = [drawing.of_members(Random(seed), BOTH_CALLS, roles, left=1) for seed in range(50)]
+    assert all(len({each.who[0] for each in scene.strikes}) == 1 for scene in one)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "is_elastic", "struck"),
+    [
+        ("all-reduce", {}, True, {"worker": 2}),
+        ("diloco", {}, True, {"worker": 2}),
+        ("ps-bsp", {"servers": 2, "replicas": 1}, True, {"worker": 2, "server": 1}),
+        ("ps-bsp", {"servers": 2, "replicas": 1}, False, {"server": 1}),
+        ("ps-ssp", {"servers": 2}, True, {"worker": 2}),
+        ("gossip", {}, True, {}),
+    ],
+)
+def test_the_roles_are_those_that_a_run_survives(strategy: str, options, is_elastic: bool, struck) -> None:
+    roles = roles_of(build(strategy, options).traits, is_elastic=is_elastic, workers=3, at_least=1)
+    assert {role.who: role.most for role in roles} == struck
 
 
 def test_where_there_are_other_hosts_not_only_these_are_struck(tmp_path: Path, monkeypatch) -> None:
@@ -99,8 +147,16 @@ def test_a_schedule_that_could_strike_nobody_is_refused(tmp_path: Path, changed:
     given = Schedule.read(path)
     servers = build("ps-bsp", {"servers": 2, "replicas": 1})
     made = Campaign(script=SCRIPT, strategy=servers, workers=2, out=tmp_path / "out")
-    with pytest.raises(UsageError, match="the schedule strikes worker-0, and chaos strikes each server"):
+    with pytest.raises(
+        UsageError, match=r"worker-0, has the result .*: in these runs no others are struck than each server"
+    ):
         next(made.runs(kills=1, given=given))
+    with pytest.raises(UsageError, match="its places in these runs are is between steps"):
+        next(replace(made, elastic=True).runs(kills=1, given=given))
+    silent = Schedule((schedule.Scene((Strike("server-0", "is asked", 1, "stop"),)),))
+    with pytest.raises(UsageError, match="a silent server is ended with --elastic alone"):
+        silent.require(roles_of(servers.traits, is_elastic=False, workers=2, at_least=1))
+    silent.require(roles_of(servers.traits, is_elastic=True, workers=2, at_least=1))
     path.write_text(json.dumps({"runs": [{"strikes": [{**strike, **changed}], "replacements": 0}]}))
     with pytest.raises(UsageError, match=words):
         Schedule.read(path)
@@ -121,7 +177,7 @@ def test_a_schedule_that_struck_nobody_is_no_success(tmp_path: Path, monkeypatch
 
 def run(folder: Path, *, steps: dict[int, list[int]], weight: float = 1.0, lost: tuple[str, ...] = ()) -> Path:
     """The files of a run of two workers."""
-    for each in ("committed", "networks", "out"):
+    for each in ("calls", "committed", "networks", "out"):
         (folder / each).mkdir(parents=True)
     for rank in range(2):
         lines = [json.dumps([number, samples]) + "\n" for number, samples in steps.items()]
@@ -230,10 +286,60 @@ def test_gradients_that_count_otherwise_are_found(tmp_path: Path) -> None:
             (folder / "counted" / name).write_text("0 0 0 1\n0 0 1 1\n1 0 0 1\n1 0 1 1\n")
     (struck / "counted" / "server-0").write_text("0 0 0 1\n")
     dead = [Strike("server-0", "is asked", 1, "kill")]
-    assert judging.gradients(struck, whole, dead) == []
+    assert gradients.counted_alike(struck, whole, dead) == []
     (struck / "counted" / "server-1").write_text("0 0 0 1\n0 0 0 1\n0 0 1 1\n1 0 0 1\n")
     told = "2 gradients count otherwise on server-1: gradient 1 of worker 0 counts 2 times in key range 0"
-    assert judging.gradients(struck, whole, dead) == [told]
+    assert gradients.counted_alike(struck, whole, dead) == [told]
+
+
+def outlived(
+    folder: Path, *, pushed: dict[str, list], counted: dict[str, str], iteration: int, left_over=False
+) -> Path:
+    """The files of a run whose workers and servers may die, of two key ranges."""
+    for each in ("pushed", "counted", "out"):
+        (folder / each).mkdir(parents=True)
+    for who, lines in pushed.items():
+        (folder / "pushed" / who).write_text("".join(json.dumps(line) + "\n" for line in lines) + "[9, [")
+    for who, lines in counted.items():
+        (folder / "counted" / who).write_text(lines)
+    event = {"who": "run", "iteration": iteration, "time_s": 0.0, "details": {}}
+    events = [{"name": "ended", **event}, *([{"name": "left_over", **event}] if left_over else [])]
+    (folder / "out" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def test_samples_that_count_otherwise_where_both_may_die_are_found(tmp_path: Path) -> None:
+    """Worker 1 dies with its second gradient, and worker 0 does that one's batch."""
+    both = "0 0 0 0\n0 0 1 0\n{}1 0 0 0\n1 0 1 0\n{}"
+    all_of = {"server-0": both.format("0 0 0 1\n0 0 1 1\n", "1 0 0 1\n1 0 1 1\n")}
+    pushed = {"worker-0": [[0, [0, 1]], [1, [2, 3]]], "worker-1": [[0, [4, 5]], [1, [6, 7]]]}
+    whole = outlived(tmp_path / "whole", pushed=pushed, counted=all_of, iteration=4)
+    assert gradients.of_samples(whole, whole, [], unit="gradient") == []
+    taken = {"worker-0": [*pushed["worker-0"], [2, [6, 7]]], "worker-1": pushed["worker-1"]}
+    left = {name: lines.replace("0 1 1\n", "0 0 2\n") for name, lines in all_of.items()} | {"server-1": "0 0 7 7\n"}
+    right = outlived(tmp_path / "right", pushed=taken, counted=left, iteration=3)
+    dead = [Strike("server-1", "is asked", 1, "kill"), Strike("worker-1", "pushes", 2, "kill")]
+    assert gradients.of_samples(right, whole, dead, unit="update") == []
+    told = "there are 3 updates of 4 gradients; 4 to 4 are right"
+    assert gradients.of_samples(right, whole, dead, unit="gradient") == [told]
+    twice = outlived(
+        tmp_path / "twice", pushed=taken, counted={"server-0": all_of["server-0"] + "1 0 0 2\n"}, iteration=5
+    )
+    assert gradients.of_samples(twice, whole, dead, unit="gradient") == [
+        "1 gradients count otherwise on server-0: gradient 2 of worker 0 counts 0 times in key range 0",
+        "2 samples count otherwise: sample 6 counts 2 times, and 1 times in the undisturbed run",
+    ]
+    for is_told, words in ((False, ["sample 6 counts 0 times, and 1 times"]), (True, [])):
+        folder = tmp_path / f"left-{is_told}"
+        less = {name: lines.replace("0 0 1 1\n", "").replace("1 0 1 1\n", "") for name, lines in all_of.items()}
+        lacking = outlived(folder, pushed=pushed, counted=less, iteration=3, left_over=is_told)
+        found = gradients.of_samples(lacking, whole, dead, unit="gradient")
+        assert len(found) == len(words)
+        assert all(word in line for word, line in zip(words, found, strict=True))
+    unknown = outlived(tmp_path / "unknown", pushed={"worker-0": []}, counted={"server-0": "0 0 0 0\n"}, iteration=1)
+    found = gradients.of_samples(unknown, whole, [], unit="update")
+    assert "gradient 0 of worker 0 counts, and was not pushed" in found
+    assert "nothing counts in key range 1 on any server that is left" in found
 
 
 @pytest.mark.skipif(bool(connections.lack()), reason=connections.lack())
@@ -271,11 +377,22 @@ def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> No
 @pytest.mark.parametrize(
     ("strategy", "options", "given", "words"),
     [
-        ("gossip", {}, {}, "strategy gossip: chaos strikes workers under all-reduce and local updates"),
-        ("ps-bsp", {"servers": 2}, {}, "servers with replicas=R, more than R"),
+        ("gossip", {}, {}, "strategy gossip: chaos strikes workers under all-reduce, local updates and servers"),
+        (
+            "ps-bsp",
+            {"servers": 2, "combine": "always"},
+            {},
+            "servers with replicas=R, more than R",
+        ),
         ("all-reduce", {}, {"at_least": 3}, "--at-least 3 of --workers 3 leaves nobody to be struck"),
         ("ps-bsp", {"servers": 2, "replicas": 1}, {"at_least": 1}, "--at-least has no effect under ps-bsp"),
         ("diloco", {}, {"max_steps": 9}, "--max-steps under diloco: runs would end with other samples"),
+        (
+            "ps-bsp",
+            {"servers": 2, "replicas": 1},
+            {"elastic": True, "max_steps": 9},
+            "--max-steps under ps-bsp, of whose workers some die: runs would",
+        ),
     ],
 )
 def test_what_cannot_be_struck(tmp_path: Path, strategy: str, options, given, words: str) -> None:

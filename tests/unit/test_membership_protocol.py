@@ -7,7 +7,7 @@ import pytest
 from paceline.elastic import Coordinator, Form, Lease, Member, Report, StaleEpoch
 from paceline.errors import RunFailed
 from paceline.membership import Membership
-from tests.unit.membership_explorer import Rules, explore
+from tests.unit.membership_explorer import Rules, TooMany, explore
 
 
 @pytest.mark.parametrize("goal", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -97,6 +97,14 @@ def test_without_leases_nobody_ends_who_is_expelled() -> None:
     assert way is not None
     print("; ".join(way))
     assert way[-1] == "ranks [0] are expelled, and nobody ends them"
+
+
+def test_more_worlds_than_expected_are_a_failure_in_words() -> None:
+    """And not a machine without memory: of a protocol that never ends there is always another one."""
+    with pytest.raises(
+        TooMany, match=r"more than 1,000 worlds, and no end in sight; the last one by: .*gives its part"
+    ):
+        explore(Rules(), most_worlds=1000)
 
 
 def test_a_lease_ends_before_the_coordinator_counts_it_as_ended() -> None:

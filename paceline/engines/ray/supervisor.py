@@ -96,6 +96,8 @@ class Supervisor:
                 raise RunFailed(f"interrupted, and the last checkpoint is not saved: {why}") from None
             raise Interrupted(self._directory, iteration_of(self._directory / FILE_NAME)) from None
         except PacelineError as failure:
+            with contextlib.suppress(KeyboardInterrupt):  # it ends anyway, and is to say why
+                self._abort(str(failure), lambda: not self._members.has_workers_pending)
             self._controller.event("failed", error=str(failure))
             raise
         finally:
@@ -124,6 +126,7 @@ class Supervisor:
                 spec.chains,
                 self._controller,
                 pids={name: info.pid for name, info in members.infos.items()},
+                why=self._why_lost,
                 say=self._say,
                 remedy=self._remedy,
             )
@@ -205,7 +208,7 @@ class Supervisor:
             if self._survival is not None and self._newcomers is not None:
                 self._survive(self._survival, self._newcomers)
             if self._takeover is not None:
-                self._take_over(self._takeover)
+                self._takeover.turn(self._members)
             if self._members.has_failure:
                 self._fail()
             if not self._traits.lock_step:  # there every wait has its deadline
@@ -256,23 +259,19 @@ class Supervisor:
             self._gather(lambda: survival.has_begun or members.has_error, limit_s=_WORD_S)
             if not survival.has_begun:
                 return
-        try:
-            # Servers' deaths end the run, or others take over, elsewhere.
-            for name in sorted(members.dead - members.servers.keys()):
-                if name in self._controller.gone | survival.left:
-                    survival.end(name)
-                else:
-                    survival.lose(name)
-                members.forget(name)
-                self._controller.forget(name)
-                newcomers.replace_lost()
-            if not survival.ranks:
-                newcomers.give_up_all()
-            survival.end_silent()
-            survival.require_all()
-        except RunFailed as failure:
-            self._give_up(failure)
-            raise
+        # Servers' deaths end the run, or others take over, elsewhere.
+        for name in sorted(members.dead - members.servers.keys()):
+            if name in self._controller.gone | survival.left:
+                survival.end(name)
+            else:
+                survival.lose(name)
+            members.forget(name)
+            self._controller.forget(name)
+            newcomers.replace_lost()
+        if not survival.ranks:
+            newcomers.give_up_all()
+        survival.end_silent()
+        survival.require_all()
 
     def _expel(self) -> None:
         """Who is expelled has died for all others."""
@@ -290,20 +289,20 @@ class Supervisor:
             self._survival.end_silent()
         self._expel()
         if self._takeover is not None:
-            self._take_over(self._takeover)
+            self._takeover.turn(self._members)
 
-    def _take_over(self, takeover: Takeover) -> None:
-        try:
-            takeover.turn(self._members)
-        except RunFailed as failure:
-            self._give_up(failure)
-            raise
+    def _why_lost(self, server: str) -> str:
+        if self._survival is None:
+            return f"its process ended{self._memory.told_since()}"
+        return self._survival.why(server)
 
-    def _give_up(self, failure: RunFailed) -> None:
-        """Tell all who are left, and let them end."""
+    def _abort(self, reason: str, is_enough: Callable[[], bool]) -> None:
+        """Tell all who are left why the run ends, once, and let them end."""
+        if self._is_urgent:
+            return
         self._is_urgent = True
-        self._controller.tell_all(Kind.ABORT, reason=str(failure))
-        self._gather(lambda: not self._members.has_workers_pending, limit_s=_GRACE_S)
+        self._controller.tell_all(Kind.ABORT, reason=reason)
+        self._gather(is_enough, limit_s=_GRACE_S)
 
     def _remedy(self) -> str:
         iteration = iteration_of(self._directory / FILE_NAME)
@@ -356,9 +355,8 @@ class Supervisor:
         """Hear who else has something to say, end everybody, and raise the cause rather than a consequence."""
         self._gather(lambda: self._members.has_cause, limit_s=_GATHER_S)
         members = self._members
-        self._controller.tell_all(Kind.ABORT, reason="the run is ending because another member failed")
         # Those who waited for the dead or the hanging say at which step they were.
-        self._gather(lambda: not members.has_workers_pending, limit_s=_GRACE_S)
+        self._abort("the run is ending because another member failed", lambda: not members.has_workers_pending)
         raise judge(
             [self._statement(name) for name in members.actors],
             is_training=self._controller.progress.phase == "training",
@@ -375,9 +373,10 @@ class Supervisor:
             return
         hanging = [self._statement(name) for name in silent]
         text = ", ".join(f"{member.who} hangs after step {member.num_steps}" for member in hanging)
-        self._is_urgent = True
-        self._controller.tell_all(Kind.ABORT, reason="the run is ending because another member hangs")
-        self._gather(lambda: set(self._members.pending.values()) <= {*silent, *self._members.servers}, limit_s=_GRACE_S)
+        self._abort(
+            "the run is ending because another member hangs",
+            lambda: set(self._members.pending.values()) <= {*silent, *self._members.servers},
+        )
         raise RunFailed(
             f"{text}: no step for {deadline_s:g} s, while the others are done and wait; see what keeps it, or give a "
             "longer --deadline"
@@ -417,7 +416,9 @@ class Supervisor:
                     self._hear_last_words(members.actors.keys() - members.servers.keys())
             # Whoever has not ended by now will not answer to a friendly word.
             self._is_urgent = self._members.has_workers_pending
-        except (KeyboardInterrupt, RunFailed):
+        except RunFailed as failure:
+            self._abort(str(failure), lambda: not self._members.has_workers_pending)
+        except KeyboardInterrupt:
             self._is_urgent = True
 
     def _is_settled(self) -> bool:
@@ -425,7 +426,7 @@ class Supervisor:
         if self._survival is not None and self._newcomers is not None:
             self._survive(self._survival, self._newcomers)
         if self._takeover is not None:
-            self._take_over(self._takeover)
+            self._takeover.turn(self._members)
         return self._members.has_failure or not self._members.has_workers_pending
 
     def _end(self) -> None:

@@ -18,6 +18,7 @@ class Takeover:
 
     Args:
         pids: the members' processes, by name.
+        why: what ended a server's process, as far as is known.
         say: shows a line where the run was started.
         remedy: what can be done once the run has failed, in words.
     """
@@ -28,11 +29,12 @@ class Takeover:
         controller: Controller,
         *,
         pids: Mapping[str, int],
+        why: Callable[[str], str],
         say: Callable[[str], None],
         remedy: Callable[[], str],
     ) -> None:
         self.chains, self._controller, self._pids = chains, controller, pids
-        self._say, self._remedy = say, remedy
+        self._why, self._say, self._remedy = why, say, remedy
         self._awaited: dict[int, tuple[Chain, float]] = {}  # by key range: who is to serve it, and since when
         self._parted: set[str] = set()
         self._told: set[str] = set()  # workers
@@ -70,9 +72,9 @@ class Takeover:
         server, now_s = int(name.partition("-")[2]), time.monotonic()
         served = [chain.key_range for chain in self.chains.chains if chain.servers[0] == server]
         self.chains, changed = self.chains.died(server)
-        process, left = self._pids[name], len(self.chains.chains) - len(self.chains.dead)
-        self._controller.event("server_lost", name, process=process, key_ranges=served, left=left)
-        self._say(f"server {server} (process {process}) is lost; servers left: {left}")
+        process, left, why = self._pids[name], len(self.chains.chains) - len(self.chains.dead), self._why(name)
+        self._controller.event("server_lost", name, process=process, why=why, key_ranges=served, left=left)
+        self._say(f"server {server} (process {process}) is lost: {why}; servers left: {left}")
         self._require_all(changed)
         for chain in changed:
             if chain.key_range in served:

@@ -3,16 +3,17 @@
 Outside such runs nothing is done here.
 """
 
-from paceline.engines.striking.arming import VARIABLE, Place, Strike, arm, is_of_launchers_host, met, network_of
+from paceline.engines.striking.arming import VARIABLE, Place, Places, Strike, arm, is_of_launchers_host, met, network_of
 from paceline.engines.striking.kinds import KINDS, Kind, kinds_of
-from paceline.engines.striking.servers import SERVER_PLACES, arm_server
+from paceline.engines.striking.servers import SERVERS, arm_server
 
 __all__ = [
     "KINDS",
-    "SERVER_PLACES",
+    "SERVERS",
     "VARIABLE",
     "Kind",
     "Place",
+    "Places",
     "Strike",
     "arm",
     "arm_server",

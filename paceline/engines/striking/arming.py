@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -17,6 +17,23 @@ VARIABLE = "PACELINE_STRIKES"
 """This environment variable names the folder of the run that is struck. `strikes.json` lies there."""
 Place = tuple[Any, str]
 """A class or module, and its method or function."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where members of one role may be struck, by name: `often` is where they come to in an undisturbed run."""
+
+    often: Mapping[str, Place]
+    after_a_death: Mapping[str, Place] = field(default_factory=dict)
+    """Where others come to when a worker has died."""
+    at_a_join: Mapping[str, Place] = field(default_factory=dict)
+    """Where others come to when a worker joins."""
+    as_joiner: Mapping[str, Place] = field(default_factory=dict)
+
+    @property
+    def all(self) -> Mapping[str, Place]:
+        return {**self.often, **self.after_a_death, **self.at_a_join, **self.as_joiner}
 
 
 @final

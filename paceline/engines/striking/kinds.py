@@ -21,6 +21,8 @@ class Kind:
     do: Callable[[Path], AbstractContextManager[None]]
     """Given the run's folder; what it leaves when the place has been called."""
     is_outlived: bool = False
+    is_silent: bool = False
+    """It lives, and is ended for its silence: a worker always, a server where the run is elastic."""
     is_of_host: bool = False
     """All of the run on its host are struck, which is to be another one than the launcher's."""
     lacks: Callable[[], str] = lambda: ""
@@ -30,8 +32,8 @@ class Kind:
 KINDS: Mapping[str, Kind] = {
     "kill": Kind(_ANYBODY, acts.signalled(signal.SIGKILL)),
     "segfault": Kind(_MEMBER, acts.signalled(signal.SIGSEGV)),
-    "stop": Kind(("worker",), acts.signalled(signal.SIGSTOP)),  # for good: until it is ended as silent
-    "hold": Kind(("worker",), acts.hold_interpreter),  # so, too
+    "stop": Kind(_MEMBER, acts.signalled(signal.SIGSTOP), is_silent=True),
+    "hold": Kind(_MEMBER, acts.hold_interpreter, is_silent=True),
     "memory": Kind(("worker",), acts.no_more_memory),
     "pause": Kind(_MEMBER, acts.pause, is_outlived=True),
     "cut": Kind(_MEMBER, connections.cut_own, is_outlived=True, lacks=connections.lack),

@@ -2,25 +2,32 @@
 
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
-from paceline.engines.striking.arming import VARIABLE, Place, arm
+from paceline.engines.striking.arming import VARIABLE, Places, arm
 from paceline.messages import Message
 from paceline.server.replication import Replication
 from paceline.server.shard import Closed
 
-SERVER_PLACES: Mapping[str, Place] = {
-    "is asked": (Replication, "_serve"),
-    "takes what the copy before hands on": (Replication, "_take"),
-    "hands on to the next copy": (Replication, "_hand_on"),
-    "tells the copy before that it has it": (Replication, "_acknowledge"),
-}
+SERVERS = Places(
+    often={
+        "is asked": (Replication, "_serve"),
+        "takes what the copy before hands on": (Replication, "_take"),
+        "hands on to the next copy": (Replication, "_hand_on"),
+        "tells the copy before that it has it": (Replication, "_acknowledge"),
+    },
+    after_a_death={
+        "says what it has of a worker that is gone": (Replication, "part_with"),
+        "lets a worker go": (Replication, "let_go"),
+    },
+    at_a_join={"expects a worker": (Replication, "expect"), "lets a worker in": (Replication, "let_in")},
+)
 
 
 def arm_server(index: int) -> None:
     """Have this process, a server with copies, struck; it writes down which gradients are part of each copy."""
-    arm(f"server-{index}", SERVER_PLACES)
+    arm(f"server-{index}", SERVERS.all)
     if VARIABLE not in os.environ:
         return
     note, repeat = Replication._note, Replication._repeat

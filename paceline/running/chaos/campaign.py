@@ -11,12 +11,14 @@ from paceline.engines.ray.nodes import connected
 from paceline.engines.scripting import Script
 from paceline.engines.striking import Strike
 from paceline.errors import PacelineError, RunFailed, UsageError
-from paceline.running.chaos import drawing, judging
+from paceline.running.chaos import drawing, gradients, judging
+from paceline.running.chaos.roles import Role, roles_of
 from paceline.running.chaos.runs import Runs
 from paceline.running.chaos.schedule import Scene, Schedule, require_hosts
 from paceline.running.result import Result
 from paceline.strategies import name_of
 from paceline.strategies.base import Strategy
+from paceline.strategies.traits import Traits
 
 SCHEDULE_FILE = "schedule.json"
 _OF_HOST, _OF_LAUNCHER = 0.5, 0.25
@@ -44,6 +46,7 @@ class Struck(NamedTuple):
 class Campaign:
     """
     Args:
+        elastic: of servers with copies, workers may die as well; others' runs are elastic in any case.
         at_least: workers that are left alive; one, unless given.
         out: a folder for all runs; new or empty.
         address: of a Ray cluster; none: one is started here. Where its other hosts are network namespaces of this
@@ -57,26 +60,27 @@ class Campaign:
     strategy: Strategy
     workers: int
     out: Path
+    elastic: bool = False
     at_least: int | None = None
     seed: int = 0
     max_steps: int | None = None
     address: str | None = None
 
     def __post_init__(self) -> None:
-        traits = self.strategy.traits
-        if not self._strikes_servers and not traits.repeats_steps:
+        name = name_of(self.strategy)
+        if not self._roles:
             raise UsageError(
-                f"strategy {name_of(self.strategy)}: chaos strikes workers under all-reduce and local updates, as "
-                "--elastic has them, and servers with replicas=R, more than R of them"
+                f"strategy {name}: chaos strikes workers under all-reduce, local updates and servers, as --elastic has "
+                "them, and servers with replicas=R, more than R of them"
             )
-        if self._strikes_servers and self.at_least is not None:
-            raise UsageError(f"--at-least has no effect under {name_of(self.strategy)}, where servers are struck")
-        if not self._strikes_servers and not 1 <= self._least < self.workers:
+        if not self._is_elastic and self.at_least is not None:
+            raise UsageError(f"--at-least has no effect under {name}, where servers are struck; --elastic strikes both")
+        if self._is_elastic and not 1 <= self._least < self.workers:
             raise UsageError(f"--at-least {self._least} of --workers {self.workers} leaves nobody to be struck")
-        if self.max_steps is not None and not traits.lock_step:
+        if self.max_steps is not None and not self._traits.lock_step:
             raise UsageError(
-                f"--max-steps under {name_of(self.strategy)}: runs would end with other samples, and cannot be "
-                "compared; have the script train for fewer epochs"
+                f"--max-steps under {name}{', of whose workers some die' * self.strategy.traits.lock_step}: runs would "
+                "end with other samples, and cannot be compared; have the script train for fewer epochs"
             )
         if self.out.exists() and any(self.out.iterdir()):
             raise UsageError(f"--out {self.out} is not empty; give a new folder")
@@ -85,21 +89,35 @@ class Campaign:
     def _least(self) -> int:
         return 1 if self.at_least is None else self.at_least
 
+    @property
+    def _is_elastic(self) -> bool:
+        return self.elastic or not self.strategy.traits.num_replicas
+
+    @property
+    def _traits(self) -> Traits:
+        """What holds of its runs."""
+        return self.strategy.traits.when_elastic if self._is_elastic else self.strategy.traits
+
+    @property
+    def _roles(self) -> tuple[Role, ...]:
+        traits = self.strategy.traits
+        return roles_of(traits, is_elastic=self._is_elastic, workers=self.workers, at_least=self._least)
+
     def runs(self, *, kills: int, given: Schedule | None = None) -> Iterator[Struck]:
         """Runs until so many processes have died, or those of a schedule, which is in `out` before each begins. All are
         on one Ray, since each that is started here leaves descriptors in this process.
 
         Raises:
-            UsageError: the schedule strikes workers where servers are to be struck, or the other way round.
+            UsageError: the schedule strikes whom these runs do not survive.
             RunFailed: the undisturbed run fails, or runs end before their strikes come.
         """
         if given is not None:
-            given.require(self._struck_ones)
+            given.require(self._roles)
         runs = Runs(
             script=self.script,
             strategy=self.strategy,
             workers=self.workers,
-            at_least=self._least,
+            at_least=self._least if self._is_elastic else None,
             seed=self.seed,
             max_steps=self.max_steps,
             out=self.out,
@@ -107,19 +125,11 @@ class Campaign:
         with connected(self.address, num_workers=self.workers):
             yield from self._runs(runs, kills, given)
 
-    @property
-    def _strikes_servers(self) -> bool:
-        return self.strategy.traits.num_replicas > 0
-
-    @property
-    def _struck_ones(self) -> str:
-        return "server" if self._strikes_servers else "worker"
-
     def _runs(self, runs: Runs, kills: int, given: Schedule | None) -> Iterator[Struck]:
         whole = runs.make("undisturbed", Scene(()))
         far = judging.on_other_hosts(whole)
         require_hosts(given, far)
-        calls = judging.calls(whole, f"{self._struck_ones}-")
+        calls = judging.calls(whole)
         chance, scenes, died, idle, num_met = Random(self.seed), list[Scene](), 0, 0, 0
         while len(scenes) < len(given.scenes) if given is not None else died < kills:
             scene = given.scenes[len(scenes)] if given is not None else self._drawn(chance, calls, far, kills - died)
@@ -136,16 +146,14 @@ class Campaign:
             raise RunFailed("no run came to where the schedule strikes; give one of this script and these settings")
 
     def _drawn(self, chance: Random, calls: drawing.Calls, far: Sequence[Sequence[str]], left: int) -> Scene:
-        most = min(left, self.workers - self._least)
-        if far and not self._strikes_servers and chance.random() < _OF_HOST:
-            scene = drawing.of_host(chance, calls, far, most=most)
+        workers = next((role for role in self._roles if role.who == "worker"), None)
+        if far and workers is not None and chance.random() < _OF_HOST:
+            scene = drawing.of_host(chance, calls, workers.places, far, most=min(left, workers.most))
             if scene is not None:
                 return scene
         if chance.random() < _OF_LAUNCHER:
             return drawing.of_launcher(chance)
-        if self._strikes_servers:
-            return drawing.of_servers(chance, calls, most=min(left, self.strategy.traits.num_replicas))
-        return drawing.of_workers(chance, calls, most=most)
+        return drawing.of_members(chance, calls, self._roles, left=left)
 
     def _struck(self, runs: Runs, name: str, scene: Scene, whole: Path) -> Struck:
         before = judging.num_descriptors()
@@ -160,14 +168,20 @@ class Campaign:
         except PacelineError as error:
             failure = f"the run failed: {error}"
         met = striking.met(scene.strikes, folder)
-        judge = judging.launcher if by_launcher else judging.losses
-        wrong = [failure] if failure else judge(folder, met)
-        distance = float("nan")
+        wrong, distance = [failure] if failure else [], float("nan")
         if not failure:
             distance = judging.distance(folder, whole)
-            wrong += judging.apart(distance, self.strategy.traits)
-            if self._strikes_servers and not by_launcher:
-                wrong += judging.gradients(folder, whole, met)
-            elif not by_launcher:
-                wrong += judging.samples(folder, whole)
+            wrong = judging.launcher(folder, met) if by_launcher else self._lost(folder, whole, met)
+            # While no worker dies, an elastic run is as another one.
+            workers_die = any(strike.is_deadly and strike.who.startswith("worker") for strike in met)
+            wrong += judging.apart(distance, self._traits if workers_die else self.strategy.traits)
         return Struck(folder, met, distance, (*wrong, *judging.left(folder, before)))
+
+    def _lost(self, folder: Path, whole: Path, met: Sequence[Strike]) -> list[str]:
+        """What is lost that should not be, of members and of what they have done."""
+        lost = judging.losses(folder, met)
+        if not self.strategy.traits.num_servers:
+            return lost + judging.samples(folder, whole)
+        if not self._is_elastic:
+            return lost + gradients.counted_alike(folder, whole, met)
+        return lost + gradients.of_samples(folder, whole, met, unit=self.strategy.traits.unit)

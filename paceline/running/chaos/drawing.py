@@ -1,49 +1,63 @@
 """What strikes whom, drawn."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
-from paceline.engines.striking import KINDS, SERVER_PLACES, Strike, kinds_of
+from paceline.engines.striking import KINDS, Places, Strike, kinds_of
 from paceline.engines.striking.kinds import Who
 from paceline.running.chaos import launcher
-from paceline.running.chaos.program import AFTER_A_DEATH, AS_JOINER, AT_A_JOIN, OFTEN
+from paceline.running.chaos.roles import Role
 from paceline.running.chaos.schedule import Scene
 
 Calls = Mapping[str, Mapping[str, int]]
 """How often each process comes to each place in an undisturbed run."""
+NOBODY = Scene(())
 
 
-def of_workers(chance: Random, calls: Calls, *, most: int) -> Scene:
-    """At most so many workers die, one after another or at once; one may be replaced, and the new one die as it joins;
-    another one may be struck by what it outlives."""
-    names = sorted(calls, key=lambda name: int(name.rpartition("-")[2]))
-    victims = chance.sample(names, chance.randint(1, most))
+def of_members(chance: Random, calls: Calls, roles: Sequence[Role], *, left: int) -> Scene:
+    """Those of one of these roles are struck, workers or servers, or of both; at most so many die."""
+    chosen = chance.sample(list(roles), chance.randint(1, min(left, len(roles))))
+    struck = [replace(role, most=min(role.most, left // len(chosen))) for role in roles if role in chosen]
+    scene = NOBODY
+    for role in struck:
+        scene = of_workers(chance, calls, role) if role.who == "worker" else of_servers(chance, calls, role, scene)
+    return scene
+
+
+def of_workers(chance: Random, calls: Calls, role: Role) -> Scene:
+    """Some die, one after another or at once; one may be replaced, and the new one die as it joins; another one may be
+    struck by what it outlives."""
+    names, places = _named(calls, "worker"), role.places
+    victims = chance.sample(names, chance.randint(1, role.most))
     replacements = chance.randint(0, 1)
-    later = [*AFTER_A_DEATH, *(AT_A_JOIN if replacements else ())]
+    later = [*places.after_a_death, *(places.at_a_join if replacements else ())]
     strikes = [
-        Strike(victim, chance.choice(later), 1, _deadly(chance, "worker"))
+        Strike(victim, chance.choice(later), 1, _deadly(chance, role))
         if victim != victims[0] and chance.random() < 0.5
-        else _often(chance, calls, victim, OFTEN, _deadly(chance, "worker"))
+        else _often(chance, calls, victim, places.often, _deadly(chance, role))
         for victim in victims
     ]
     if replacements and chance.random() < 0.3:
-        strikes.append(Strike(f"worker-{len(names)}", next(iter(AS_JOINER)), 1, _deadly(chance, "worker")))
-    others = [name for name in names if name not in victims]
-    if chance.random() < 0.5:
-        strikes.append(_often(chance, calls, chance.choice(others), OFTEN, _outlived(chance, "worker")))
-    return Scene(tuple(strikes), replacements)
+        strikes.append(Strike(f"worker-{len(names)}", next(iter(places.as_joiner)), 1, _deadly(chance, role)))
+    return Scene((*strikes, *_outliving(chance, calls, role, victims)), replacements)
 
 
-def of_servers(chance: Random, calls: Calls, *, most: int) -> Scene:
-    """At most so many servers die; another one may be struck by what it outlives."""
-    names = sorted(calls)
-    victims = chance.sample(names, chance.randint(1, most))
-    strikes = [_often(chance, calls, each, SERVER_PLACES, _deadly(chance, "server")) for each in victims]
-    others = [name for name in names if name not in victims]
-    if chance.random() < 0.5:
-        strikes.append(_often(chance, calls, chance.choice(others), SERVER_PLACES, _outlived(chance, "server")))
-    return Scene(tuple(strikes))
+def of_servers(chance: Random, calls: Calls, role: Role, beside: Scene = NOBODY) -> Scene:
+    """Some die, of whom some do so while others let go or let in the workers that die or join beside them; another one
+    may be struck by what it outlives."""
+    names, places = _named(calls, "server"), role.places
+    victims = chance.sample(names, chance.randint(1, role.most))
+    workers_die = any(strike.is_deadly for strike in beside.strikes)
+    later = [*(places.after_a_death if workers_die else ()), *(places.at_a_join if beside.replacements else ())]
+    strikes = [
+        Strike(victim, chance.choice(later), 1, _deadly(chance, role))
+        if later and chance.random() < 0.5
+        else _often(chance, calls, victim, places.often, _deadly(chance, role))
+        for victim in victims
+    ]
+    return Scene((*beside.strikes, *strikes, *_outliving(chance, calls, role, victims)), beside.replacements)
 
 
 def of_launcher(chance: Random) -> Scene:
@@ -56,21 +70,37 @@ def of_launcher(chance: Random) -> Scene:
     return Scene((Strike("launcher", chance.choice(list(launcher.PLACES)), number, "kill"),))
 
 
-def of_host(chance: Random, calls: Calls, hosts: Sequence[Sequence[str]], *, most: int) -> Scene | None:
+def of_host(chance: Random, calls: Calls, places: Places, hosts: Sequence[Sequence[str]], *, most: int) -> Scene | None:
     """One of these hosts, given by their workers, is struck with all that is on it; of more than so many workers, by
     what they outlive. None where nothing can be done here."""
     host = chance.choice(hosts)
     names = [name for name, kind in KINDS.items() if kind.is_of_host and not kind.lacks()]
     fitting = [name for name in names if KINDS[name].is_outlived or len(host) <= most]
-    return Scene((_often(chance, calls, chance.choice(host), OFTEN, chance.choice(fitting)),)) if fitting else None
+    if not fitting:
+        return None
+    return Scene((_often(chance, calls, chance.choice(host), places.often, chance.choice(fitting)),))
 
 
-def _deadly(chance: Random, who: Who) -> str:
-    return chance.choice(_of_process(who, is_outlived=False))
+def _named(calls: Calls, who: Who) -> list[str]:
+    names = [name for name in calls if name.startswith(who)]
+    return sorted(names, key=lambda name: int(name.rpartition("-")[2]))
 
 
-def _outlived(chance: Random, who: Who) -> str:
-    return chance.choice(_of_process(who, is_outlived=True))
+def _outliving(chance: Random, calls: Calls, role: Role, victims: Sequence[str]) -> list[Strike]:
+    """Perhaps another one is struck by what it outlives."""
+    others = [name for name in _named(calls, role.who) if name not in victims]
+    if chance.random() >= 0.5:
+        return []
+    return [_often(chance, calls, chance.choice(others), role.places.often, _outlived(chance, role))]
+
+
+def _deadly(chance: Random, role: Role) -> str:
+    kinds = _of_process(role.who, is_outlived=False)
+    return chance.choice([kind for kind in kinds if role.is_ended_silent or not KINDS[kind].is_silent])
+
+
+def _outlived(chance: Random, role: Role) -> str:
+    return chance.choice(_of_process(role.who, is_outlived=True))
 
 
 def _of_process(who: Who, *, is_outlived: bool) -> list[str]:

@@ -22,10 +22,10 @@ _GRACE_S = 20.0
 _LOSSES = ("lost", "server_lost", "not_joined")
 
 
-def calls(folder: Path, prefix: str) -> dict[str, dict[str, int]]:
-    """How often each process whose name begins so has come to each place."""
+def calls(folder: Path) -> dict[str, dict[str, int]]:
+    """How often each process has come to each place."""
     found: dict[str, dict[str, int]] = defaultdict(dict)
-    for path in sorted((folder / "calls").glob(f"{prefix}*")):
+    for path in sorted((folder / "calls").iterdir()):
         who, _, place = path.name.partition(" ")
         found[who][place] = path.stat().st_size
     return found
@@ -70,7 +70,7 @@ def bound(traits: Traits) -> float:
     promised."""
     if not traits.lock_step:
         return float("inf")
-    return 0.0 if traits.num_replicas else _ROUNDING
+    return 0.0 if traits.num_servers else _ROUNDING
 
 
 def distance(folder: Path, whole: Path) -> float:
@@ -100,28 +100,6 @@ def samples(folder: Path, whole: Path) -> list[str]:
         told = f"sample {first} counts {counted[first]} times, and {wanted[first]} times in the undisturbed run"
         wrong.append(f"{len(differ)} samples count otherwise: {told}")
     return wrong
-
-
-def gradients(folder: Path, whole: Path, strikes: Sequence[Strike]) -> list[str]:
-    """Each copy of a server that is left is to be made of all gradients of the undisturbed run, each once."""
-    dead = {strike.who for strike in strikes if strike.is_deadly}
-    wanted = {gradient for path in (whole / "counted").iterdir() for gradient in _gradients(path)}
-    wrong = []
-    for path in sorted(each for each in (folder / "counted").iterdir() if each.name not in dead):
-        counted = _gradients(path)
-        held = {gradient[0] for gradient in counted}
-        due = {gradient for gradient in wanted if gradient[0] in held}
-        differ = [gradient for gradient in due | counted.keys() if counted[gradient] != (gradient in due)]
-        if differ:
-            key_range, _, worker, clock = min(differ)
-            told = f"gradient {clock} of worker {worker} counts {counted[min(differ)]} times in key range {key_range}"
-            wrong.append(f"{len(differ)} gradients count otherwise on {path.name}: {told}")
-    return wrong
-
-
-def _gradients(path: Path) -> Counter[tuple[int, ...]]:
-    """How often each counts that has a line: key range, shard, worker, and which one of the worker's."""
-    return Counter(tuple(map(int, line.split())) for line in path.read_text().splitlines())
 
 
 def num_descriptors() -> int:

@@ -1,41 +1,69 @@
-"""A script whose worker is struck, and which writes down what all have committed."""
+"""A script whose worker is struck, and which writes down what it has done, or all have."""
 
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
+from paceline.comm.servers.group import ServerGroup
+from paceline.comm.servers.line import WorkerLine
+from paceline.comm.servers.sockets import SocketCarrier
 from paceline.engines import striking
 from paceline.engines.ray.reforming import Reforming
 from paceline.engines.scripting import Script, run_program
-from paceline.engines.striking import Place
+from paceline.engines.striking import Places
 from paceline.engines.world import current
+from paceline.server.client_core import ClientCore
+from paceline.server.spec import Push
+from paceline.strategies.base import StepOutcome
 from paceline.strategies.exchange import Exchange
 from paceline.strategies.outer_model import OuterModel
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.repeating import Repeating
+from paceline.strategies.serving import ServerSynchronizer
 from paceline.training.batches import Batches
 from paceline.training.elastic import Survivor
+from paceline.training.entering import Entering
 from paceline.training.joining import States
 from paceline.training.pauses import Pauses
 from paceline.training.sharding.dealt import Dealt
+from paceline.training.sharding.division import RankBatch
+from paceline.training.sharding.orders import Orders
+from paceline.training.sharding.part import Part
 
-OFTEN: Mapping[str, Place] = {
-    "is between steps": (Batches, "_on_return"),
-    "is in a pause": (Pauses, "meet"),
-    "has gradients": (Repeating, "keep"),
-    "gives its part": (Exchange, "start"),
-    "waits for gradients": (Overlap, "end"),
-    "waits for changes": (OuterModel, "wait"),
-    "has the result": (Survivor, "commit"),
-}
-AFTER_A_DEATH: Mapping[str, Place] = {"has stopped": (Reforming, "_told"), "goes on with others": (Dealt, "resize")}
-AT_A_JOIN: Mapping[str, Place] = {"gives its state": (Reforming, "give")}
-AS_JOINER: Mapping[str, Place] = {"takes a state": (States, "_entered")}
-PLACES = {**OFTEN, **AFTER_A_DEATH, **AT_A_JOIN, **AS_JOINER}
+AMONG_WORKERS = Places(
+    often={
+        "is between steps": (Batches, "_on_return"),
+        "is in a pause": (Pauses, "meet"),
+        "has gradients": (Repeating, "keep"),
+        "gives its part": (Exchange, "start"),
+        "waits for gradients": (Overlap, "end"),
+        "waits for changes": (OuterModel, "wait"),
+        "has the result": (Survivor, "commit"),
+    },
+    after_a_death={"has stopped": (Reforming, "_told"), "goes on with others": (Dealt, "resize")},
+    at_a_join={"gives its state": (Reforming, "give")},
+    as_joiner={"takes a state": (States, "_entered")},
+)
+UNDER_SERVERS = Places(
+    often={
+        "is between steps": (Batches, "_on_return"),
+        "is in a pause": (Pauses, "meet"),
+        "has its gradients": (ServerSynchronizer, "step"),
+        "pushes": (ServerGroup, "exchange"),
+        "asks a server": (WorkerLine, "send"),
+        "waits for servers": (SocketCarrier, "_receive_some"),
+        "has the parameters": (ServerSynchronizer, "_take"),
+        "asks for what others have left": (Reforming, "next_left_over"),
+    },
+    after_a_death={"has stopped": (Reforming, "_told")},
+    at_a_join={"gives its state": (Reforming, "give")},
+    as_joiner={"takes a state": (Entering, "_entered")},
+)
 
 
 @final
@@ -44,6 +72,7 @@ class StruckProgram:
     """What each worker runs."""
 
     script: Script
+    is_under_servers: bool = False
 
     def __repr__(self) -> str:
         return self.script.path
@@ -51,14 +80,15 @@ class StruckProgram:
     def __call__(self) -> None:
         world = current()
         assert world is not None
-        who, num_commits = f"worker-{world.context.rank}", [0]
-        _write_down(who, num_commits)
+        who, num_steps = f"worker-{world.context.rank}", [0]
+        places = UNDER_SERVERS if self.is_under_servers else AMONG_WORKERS
+        (_write_pushes if self.is_under_servers else _write_commits)(who, num_steps)
         # A death before the first step ends a run; who joins has not made one.
-        striking.arm(who, PLACES, may_strike=lambda place: num_commits[0] > 0 or place in AS_JOINER)
+        striking.arm(who, places.all, may_strike=lambda place: num_steps[0] > 0 or place in places.as_joiner)
         run_program(self.script)
 
 
-def _write_down(who: str, num_commits: list[int]) -> None:
+def _write_commits(who: str, num_commits: list[int]) -> None:
     """Which samples each committed step was made of, all workers' together, and how many these are so far."""
     path = Path(os.environ[striking.VARIABLE], "committed", who)
     commit = Survivor.commit
@@ -72,4 +102,45 @@ def _write_down(who: str, num_commits: list[int]) -> None:
             print(json.dumps([survivor.samples, samples], default=str), file=file)
         return is_complete
 
-    setattr(Survivor, "commit", written)  # noqa: B010 - a method is not to be assigned
+    _replace(Survivor, "commit", written)
+
+
+def _write_pushes(who: str, num_steps: list[int]) -> None:
+    """Which samples each of this worker's gradients is of, by its clock, before any server can have it."""
+    path = Path(os.environ[striking.VARIABLE], "pushed", who)
+    fetched, exchange, step = Orders.fetched, ClientCore.exchange, ServerSynchronizer.step
+    samples: list[Any] = []  # handed out since the last push
+
+    @functools.wraps(fetched)
+    def noted(orders: Orders, batches: Iterator[RankBatch], *given: int) -> Iterator[Part]:
+        ahead: deque[RankBatch] = deque()
+
+        def kept() -> Iterator[RankBatch]:
+            for batch in batches:
+                ahead.append(batch)
+                yield batch
+
+        for part in fetched(orders, kept(), *given):
+            samples.extend(ahead.popleft().samples)
+            yield part
+
+    @functools.wraps(exchange)
+    def written(client: ClientCore, push: Push) -> Any:
+        with path.open("a") as file:
+            print(json.dumps([client.clock, samples], default=str), file=file)
+        samples.clear()
+        return exchange(client, push)
+
+    @functools.wraps(step)
+    def counted(synchronizer: ServerSynchronizer, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
+        outcome = step(synchronizer, update, pause_at=pause_at)
+        num_steps[0] += 1
+        return outcome
+
+    _replace(Orders, "fetched", noted)
+    _replace(ClientCore, "exchange", written)
+    _replace(ServerSynchronizer, "step", counted)
+
+
+def _replace(owner: type, name: str, method: Callable[..., Any]) -> None:
+    setattr(owner, name, method)

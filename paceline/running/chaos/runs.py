@@ -23,7 +23,7 @@ from paceline.strategies.base import Strategy
 _DEADLINE_S = 60.0
 SILENT_S = 10.0
 """Who is silent for so long is ended: far longer than a pause on a busy machine, and shorter than what is deadly."""
-_FOLDERS = ("calls", "struck", "committed", "counted", "networks")
+_FOLDERS = ("calls", "struck", "committed", "pushed", "counted", "networks")
 
 
 @final
@@ -31,14 +31,14 @@ _FOLDERS = ("calls", "struck", "committed", "counted", "networks")
 class Runs:
     """
     Args:
-        at_least: workers that are left alive.
+        at_least: workers that are left alive; none: the runs are not elastic, and no worker dies.
         out: a folder for all runs.
     """
 
     script: Script
     strategy: Strategy
     workers: int
-    at_least: int
+    at_least: int | None
     seed: int
     max_steps: int | None
     out: Path
@@ -46,20 +46,12 @@ class Runs:
     def make(self, name: str, scene: Scene) -> Path:
         """A run of this process's; its folder. Raises RunFailed if it fails."""
         folder = self._folder(name, scene)
-        traits = self.strategy.traits
-        elastic = Elastic(
-            at_least=self.at_least,
-            at_most=self.workers + scene.replacements,
-            global_batch="keep" if traits.lock_step else "grow",
-            deadline_s=SILENT_S,
-            replacements=scene.replacements,
-        )
         with _struck_in(folder):
             launch.run(
-                self.script if traits.num_replicas else StruckProgram(self.script),
+                self._program,
                 strategy=self.strategy,
                 workers=self.workers,
-                elastic=None if traits.num_replicas else elastic,
+                elastic=self._elastic(scene),
                 seed=self.seed,
                 max_steps=self.max_steps,
                 device="cpu",
@@ -68,6 +60,23 @@ class Runs:
                 watcher=launch.Quiet(),
             )
         return folder
+
+    @property
+    def _program(self) -> Script | StruckProgram:
+        if self.at_least is None:
+            return self.script
+        return StruckProgram(self.script, is_under_servers=self.strategy.traits.num_servers > 0)
+
+    def _elastic(self, scene: Scene) -> Elastic | None:
+        if self.at_least is None:
+            return None
+        return Elastic(
+            at_least=self.at_least,
+            at_most=self.workers + scene.replacements,
+            global_batch="keep" if self.strategy.traits.when_elastic.lock_step else "grow",
+            deadline_s=SILENT_S,
+            replacements=scene.replacements,
+        )
 
     def make_detached(self, name: str, scene: Scene, *, num_iterations: int) -> Path:
         """A run that a launcher of its own keeps, which can be struck; its folder. Raises RunFailed if it fails."""

@@ -7,15 +7,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, cast, final
 
-from paceline.engines.striking import KINDS, SERVER_PLACES, Place, Strike, kinds_of
+from paceline.engines.striking import KINDS, SERVERS, Place, Strike, kinds_of
 from paceline.engines.striking.kinds import Who
 from paceline.errors import UsageError
 from paceline.running.chaos import launcher
-from paceline.running.chaos.program import PLACES
+from paceline.running.chaos.program import AMONG_WORKERS, UNDER_SERVERS
+from paceline.running.chaos.roles import Role
 
 _PLACES: Mapping[Who, Mapping[str, Place]] = {
-    "worker": PLACES,
-    "server": SERVER_PLACES,
+    "worker": {**AMONG_WORKERS.all, **UNDER_SERVERS.all},
+    "server": SERVERS.all,
     "launcher": launcher.PLACES,
 }
 
@@ -46,16 +47,25 @@ class Schedule:
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"{path} is no schedule that `paceline chaos` wrote: {error!r}") from None
 
-    def require(self, names: str) -> None:
-        """Raises UsageError for whoever is not the launcher, or of these ("worker" or "server"), and for what cannot
-        be done here."""
+    def require(self, roles: Sequence[Role]) -> None:
+        """Raises UsageError for whoever is not the launcher, or of these roles, and for what cannot be done here."""
         for strike in (strike for scene in self.scenes for strike in scene.strikes):
-            if not strike.who.startswith((names, "launcher")):
-                raise UsageError(
-                    f"the schedule strikes {strike.who}, and chaos strikes each {names} under this strategy"
-                )
-            if lack := KINDS[strike.kind].lacks():
+            if lack := self._lack(strike, roles) or KINDS[strike.kind].lacks():
                 raise UsageError(f"the schedule has {strike}: {lack}")
+
+    @staticmethod
+    def _lack(strike: Strike, roles: Sequence[Role]) -> str:
+        """Why nobody can be struck so in these runs; empty where somebody can."""
+        if strike.who == "launcher":
+            return ""
+        role = next((role for role in roles if strike.who.startswith(role.who)), None)
+        if role is None:
+            return f"in these runs no others are struck than each {' and '.join(role.who for role in roles)}"
+        if strike.place not in role.places.all:
+            return f"its places in these runs are {', '.join(role.places.all)}"
+        if KINDS[strike.kind].is_silent and not role.is_ended_silent:
+            return "a silent server is ended with --elastic alone"
+        return ""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps({"runs": [asdict(scene) for scene in self.scenes]}, indent=1) + "\n")

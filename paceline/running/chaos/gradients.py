@@ -1,0 +1,121 @@
+"""Whether each gradient counts once on servers of a run that was struck, and each sample with them."""
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.engines.striking import Strike
+from paceline.records import EventRecord, UpdateRecord, read_records
+from paceline.running.result import Result
+from paceline.strategies.traits import Unit
+
+Gradient = tuple[int, int]
+"""Its worker, and which one of the worker's it is."""
+
+
+class _Copy(NamedTuple):
+    """A part of the model, as one server has it."""
+
+    server: str
+    key_range: int
+    shard: int
+
+    def told(self, gradient: Gradient, times: int) -> str:
+        worker, clock = gradient
+        return f"gradient {clock} of worker {worker} counts {times} times in key range {self.key_range}"
+
+
+_Copies = Mapping[_Copy, Counter[Gradient]]
+
+
+def counted_alike(folder: Path, whole: Path, strikes: Sequence[Strike]) -> list[str]:
+    """Each copy that is left is to be made of all gradients of the undisturbed run, each once."""
+    wanted: dict[tuple[int, int], set[Gradient]] = defaultdict(set)
+    for copy, counted in _copies(whole, ()).items():
+        wanted[copy.key_range, copy.shard] |= counted.keys()
+    copies = _copies(folder, strikes)
+    return _otherwise(copies, {copy: wanted[copy.key_range, copy.shard] for copy in copies})
+
+
+def of_samples(folder: Path, whole: Path, strikes: Sequence[Strike], *, unit: Unit) -> list[str]:
+    """Where workers may die, too, each copy that is left is to be made of the same gradients, each once, and these of
+    each sample as often as in the undisturbed run, or of fewer where the run says that nobody was left to train on
+    them; and there are as many updates as follows."""
+    copies, of_whole = _copies(folder, strikes), _copies(whole, ())
+    gradients = set[Gradient]().union(*copies.values())
+    wrong = _otherwise(copies, dict.fromkeys(copies, gradients))
+    for key_range in sorted({copy.key_range for copy in of_whole} - {copy.key_range for copy in copies}):
+        wrong.append(f"nothing counts in key range {key_range} on any server that is left")
+    pushed = _pushed(folder)
+    for worker, clock in sorted(gradients - pushed.keys()):
+        wrong.append(f"gradient {clock} of worker {worker} counts, and was not pushed")
+    samples = _samples(pushed, gradients)
+    wanted = _samples(_pushed(whole), set[Gradient]().union(*of_whole.values()))
+    may_lack = any(event.name == "left_over" for event in read_records(folder / "out", EventRecord))
+    differ = sorted(
+        sample
+        for sample in wanted.keys() | samples.keys()
+        if samples[sample] > wanted[sample] or (samples[sample] < wanted[sample] and not may_lack)
+    )
+    if differ:
+        first = differ[0]
+        told = f"sample {first} counts {samples[first]} times, and {wanted[first]} times in the undisturbed run"
+        wrong.append(f"{len(differ)} samples count otherwise: {told}")
+    return wrong + _updates(Result(folder / "out").iteration, gradients, unit)
+
+
+def _updates(number: int, gradients: set[Gradient], unit: Unit) -> list[str]:
+    """Each gradient is an update, or each update of one gradient of each worker at most."""
+    num_gradients, num_workers = len(gradients), len({worker for worker, _ in gradients})
+    least = num_gradients if unit == "gradient" else math.ceil(num_gradients / max(1, num_workers))
+    if least <= number <= num_gradients:
+        return []
+    return [f"there are {number} updates of {num_gradients} gradients; {least} to {num_gradients} are right"]
+
+
+def _otherwise(copies: _Copies, wanted: Mapping[_Copy, set[Gradient]]) -> list[str]:
+    """A line for each server whose copies have other gradients than these, or some of them more than once."""
+    by_server: dict[str, list[tuple[_Copy, Gradient]]] = defaultdict(list)
+    for copy, counted in copies.items():
+        due = wanted[copy]
+        by_server[copy.server] += [(copy, each) for each in due | counted.keys() if counted[each] != (each in due)]
+    wrong = []
+    for server, differ in sorted(by_server.items()):
+        if differ:
+            copy, gradient = min(differ)
+            told = copy.told(gradient, copies[copy][gradient])
+            wrong.append(f"{len(differ)} gradients count otherwise on {server}: {told}")
+    return wrong
+
+
+def _copies(folder: Path, strikes: Sequence[Strike]) -> _Copies:
+    """What each server that is left has counted, by its own word: of servers without copies, as the run's records have
+    it, since none of them may die."""
+    dead = {strike.who for strike in strikes if strike.is_deadly}
+    found: dict[_Copy, Counter[Gradient]] = defaultdict(Counter)
+    for path in (each for each in (folder / "counted").iterdir() if each.name not in dead):
+        for line in path.read_text().splitlines():
+            key_range, shard, worker, clock = map(int, line.split())
+            found[_Copy(path.name, key_range, shard)][worker, clock] += 1
+    if not found:
+        for update in read_records(folder / "out", UpdateRecord):
+            found[_Copy(f"server-{update.server}", update.server, 0)][update.worker, update.clock] += 1
+    return found
+
+
+def _pushed(folder: Path) -> dict[Gradient, list[Any]]:
+    """Of which samples each gradient is, as its worker has written down before it left."""
+    found = {}
+    for path in (folder / "pushed").iterdir():
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):  # else it died as it wrote, and before it pushed
+                clock, samples = json.loads(line)
+                found[int(path.name.rpartition("-")[2]), clock] = samples
+    return found
+
+
+def _samples(pushed: Mapping[Gradient, Sequence[Any]], gradients: Iterable[Gradient]) -> Counter[str]:
+    return Counter(str(sample) for gradient in gradients for sample in pushed.get(gradient, ()))

@@ -1,0 +1,37 @@
+"""Whom a campaign strikes: the roles that a run has, and whose deaths it survives."""
+
+from dataclasses import dataclass
+from typing import final
+
+from paceline.engines.striking import SERVERS, Places
+from paceline.engines.striking.kinds import Who
+from paceline.running.chaos.program import AMONG_WORKERS, UNDER_SERVERS
+from paceline.strategies.traits import Traits
+
+
+@final
+@dataclass(frozen=True)
+class Role:
+    """Members that are struck.
+
+    Args:
+        who: worker or server.
+        most: of them that may die in a run.
+        is_ended_silent: one that is silent is ended, so that it may be stopped for good.
+    """
+
+    who: Who
+    places: Places
+    most: int
+    is_ended_silent: bool = True
+
+
+def roles_of(traits: Traits, *, is_elastic: bool, workers: int, at_least: int) -> tuple[Role, ...]:
+    """Args: as `Campaign` has them; `is_elastic`: its runs are."""
+    roles: list[Role] = []
+    if is_elastic and (traits.repeats_steps or traits.outlives_workers):
+        places = UNDER_SERVERS if traits.outlives_workers else AMONG_WORKERS
+        roles.append(Role("worker", places, workers - at_least))
+    if traits.num_replicas:
+        roles.append(Role("server", SERVERS, traits.num_replicas, is_ended_silent=is_elastic))
+    return tuple(roles)

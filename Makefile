@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 DOCS_STAMP := $(VENV)/.complete-docs
 FRAMEWORKS_STAMP := $(VENV)/.complete-frameworks
-APART_STAMP := $(VENV)/apart/tensorflow/.complete
+APART_STAMPS := $(patsubst %,$(VENV)/apart/%/.complete,ray-default spark tensorflow)
 # More tests at a time than cores: much of a test of processes is waiting for them to start.
 PARALLEL := -n 3 --dist worksteal
 
@@ -23,7 +23,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
 
 # What `make test` leaves out, and properties with many more examples.
-test-slow: $(FRAMEWORKS_STAMP) $(APART_STAMP)
+test-slow: $(FRAMEWORKS_STAMP) $(APART_STAMPS)
 	$(BIN)/python -m pytest $(PARALLEL) -m "(slow or hypothesis) and not gpu" --hypothesis-profile thorough --durations 30 --durations-min 20
 
 # On a machine with a GPU and a torch that sees it, which the constraints file's does not.

@@ -64,7 +64,7 @@ def main() -> None:
     console = Console()
     lacking = on_spark.missing() if args.spark else None
     if lacking is not None:
-        console.print(f"Spark is left out: {lacking} is not installed. `pip install pyspark`, and Java, bring it.\n")
+        console.print(f"Spark is left out: {lacking} is not installed. `{on_spark.BRINGS_BOTH}` brings it.\n")
         args.spark = False
     problem = Problem.made(num_rows=args.rows, num_features=args.features, seed=args.seed)
     rate = problem.rate()

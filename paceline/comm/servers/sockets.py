@@ -273,8 +273,7 @@ class SocketCarrier(Carrier):
                 self._require_others(now_s)
             if self._deadline_s is not None and now_s > heard_s + self._deadline_s:
                 raise DeadlineExceeded(
-                    f"rank {self._rank}: server(s) {due} did not answer within {self._deadline_s:g} s "
-                    f"to: {client.what}"
+                    f"rank {self._rank}: server(s) {due} did not answer within {self._deadline_s:g} s to: {client.what}"
                 )
         return time.perf_counter() - began_s
 

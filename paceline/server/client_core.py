@@ -146,8 +146,8 @@ class ClientCore:
                 server.coded.settle(is_applied=staleness >= 0)
 
     def take_along(self, rows: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> bool:
-        """Have the next exchange bring each server these gradients of rows; false, and nothing done, where a server gets
-        its push only when another one has decided."""
+        """Have the next exchange bring each server these gradients of rows; false, and nothing done, where a server
+        gets its push only when another one has decided."""
         self._rows = () if self.has_followers else rows
         return not self.has_followers
 

@@ -99,7 +99,7 @@ def test_rows_are_those_of_one_process_with_a_death_in_each_quarter(optimizer: s
     servers, twin = Servers(is_here=is_here), Table(spec)
     with attached(servers) as group:
         parameters, gradients = group.allocate(LAYOUT.num_bytes), group.allocate(LAYOUT.num_bytes)
-        group.attach(LAYOUT, SGD, parameters, gradients)
+        group.attach(LAYOUT, SGD, parameters, gradients, holds_rows=True)
         LAYOUT.views(gradients)[0].fill_(-1.0)
         tables, dying = group.open_tables([spec]), list[threading.Thread]()
         for step in range(STEPS):

@@ -28,7 +28,7 @@ from paceline.server.tables.table import Table
 from paceline.training.snapshot import read_model_file
 from tests.distributed.harness import events
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 WORKERS, BATCH, DIM, NUM_KEYS = 2, 8, 4, 150
 
 

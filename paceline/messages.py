@@ -220,6 +220,17 @@ def cut_for(frames: Sequence[Raw], tensors: Sequence[Tensor]) -> Sequence[Raw]:
     return [*parts, rest]
 
 
+def split_frames(frames: Sequence[Raw], num_bytes: int) -> tuple[Sequence[Raw], Sequence[Raw]]:
+    """The first frames, with so many bytes, and all others. Raises WireError if no frame ends there."""
+    count = 0
+    while num_bytes > 0 and count < len(frames):
+        num_bytes -= len(raw_bytes(frames[count]))
+        count += 1
+    if num_bytes:
+        raise WireError("a message's frames do not end where its tensors do")
+    return frames[:count], frames[count:]
+
+
 def raw_bytes(frame: Raw) -> memoryview:
     """A frame's bytes, not copied."""
     return memoryview(frame)

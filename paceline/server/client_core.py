@@ -146,8 +146,8 @@ class ClientCore:
                 server.coded.settle(is_applied=staleness >= 0)
 
     def take_along(self, rows: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> bool:
-        """Have the next exchange bring each server, which are all beside, these gradients of rows; false, and nothing
-        done, where a server gets its push only when another one has decided."""
+        """Have the next exchange bring each server these gradients of rows; false, and nothing done, where a server
+        gets its push only when another one has decided."""
         self._rows = () if self.has_followers else rows
         return not self.has_followers
 
@@ -182,8 +182,8 @@ class ClientCore:
         def requests(index: int, server: AskedServer) -> list[Message]:
             if server.is_beside and (server.follows or (self._holds and not self._all_hold)):
                 return []  # it gets the push with the decision, or when all others have it
-            pushed = [request()] if push.void else server.pushed(request)
-            return [_with_rows(pushed[0], *rows[index])] if rows else pushed
+            first, *others = [request()] if push.void else server.pushed(request)
+            return [_with_rows(first, *rows[index]) if rows else first, *others]
 
         self._pushed = push, request
         return self._ask(f"exchange of clock {self._clock}", requests)
@@ -230,6 +230,10 @@ class ClientCore:
         self._bodies[index] = body
         return [self._sent(index, self._attaching(index))]
 
+    def ask_again(self, index: int) -> list[Send]:
+        """What to send a server that has just taken another's place, of what that owed an answer to."""
+        return self._ask_server(index) if self._servers[index].num_due else []
+
     def close(self) -> None:
         """Let go of all memory."""
         self._servers.clear()
@@ -248,7 +252,7 @@ class ClientCore:
             server.is_new = False
             self._num_due -= 1
             server.is_in_turn = bool(answer.body["is_in_turn"])
-            yield from self._ask_server(index) if server.num_due else ()
+            yield from self.ask_again(index)
             return
         if answer.kind is Kind.HELD and self._pushed is not None:
             yield from self._held_by(index, *self._pushed)
@@ -276,6 +280,11 @@ class ClientCore:
     def due(self) -> list[int]:
         """Servers that owe an answer."""
         return [index for index, server in enumerate(self._servers) if server.num_due or server.is_new]
+
+    @property
+    def new(self) -> list[int]:
+        """Servers that have taken others' places, and have yet to say that they know this worker."""
+        return [index for index, server in enumerate(self._servers) if server.is_new]
 
     @property
     def has_followers(self) -> bool:
@@ -431,8 +440,8 @@ class ClientCore:
 
 
 def _with_rows(push: Message, about: Mapping[str, Any], tensors: Sequence[Tensor]) -> Message:
-    """The push to a server beside, whose own tensors are in memory that it reaches."""
+    """The push, with these behind what it has of the model, which is nothing where the server is beside."""
     push.body = {**push.body, "rows": about}
-    push.payload = to_frames(tensors)
+    push.payload = [*push.payload, *to_frames(tensors)]
     push.tensor_bytes += sum(tensor.nbytes for tensor in tensors)
     return push

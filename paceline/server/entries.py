@@ -12,8 +12,11 @@ from paceline.server.part import Part
 from paceline.server.part_state import initialise, set_state
 from paceline.server.server_core import ServerCore
 from paceline.server.shard import Closed
+from paceline.server.tables.shards import RowUpdate, TableShards
 
 _CLOSED, _PARAMETERS, _STATE, _LEFT = "closed", "parameters", "state", "left"
+_ROWS, _TABLES = "rows", "tables"
+_OF_TABLES = {kind.value: kind for kind in (Kind.OPEN_TABLES, Kind.SET_ROWS, Kind.LOAD_ROWS)}
 _ATTACHED, _HELD, _LET_GO, _EXPECTED, _LET_IN = "attached", "held", "let go", "expected", "let in"
 
 
@@ -33,8 +36,16 @@ def of_closed(index: int, core: ServerCore, closed: Closed) -> Message:
     return _entry(body, shard=index, tensors=closed.gradients or ())
 
 
+def of_rows(tables: TableShards, updates: Sequence[RowUpdate]) -> Message:
+    """Rows are updated with the clock that was closed last: their gradients, already joined."""
+    copied = [tables.copied(update) for update in updates]
+    tensors = [tensor for _, some in copied for tensor in some]
+    return _entry({"what": _ROWS, "updates": [body for body, _ in copied]}, tensors=tensors)
+
+
 def of_request(message: Message, parts: Sequence[Part]) -> list[Message]:
-    """What a worker's message has changed besides: the parameters at the start, the optimizers' state, who is there."""
+    """What a worker's message has changed besides: the parameters at the start, the optimizers' state, who is there,
+    the tables as a whole."""
     if message.kind is Kind.INITIALISE:
         chosen = range(len(parts)) if message.shard == ALL_SHARDS else (message.shard,)
         body = {"what": _PARAMETERS}
@@ -43,9 +54,9 @@ def of_request(message: Message, parts: Sequence[Part]) -> list[Message]:
             for index in chosen
         ]
     if message.kind is Kind.SET_STATE:
-        entry = _entry({**message.body, "what": _STATE})
-        entry.payload, entry.tensor_bytes = [bytes(frame) for frame in message.payload], message.tensor_bytes
-        return [entry]
+        return [_with_payload(_entry({**message.body, "what": _STATE}), message)]
+    if message.kind in _OF_TABLES.values():
+        return [_with_payload(_entry({"what": _TABLES, "kind": message.kind.value, "body": message.body}), message)]
     return [_entry({"what": _LEFT, "worker": message.sender})] if message.kind is Kind.LEAVE else []
 
 
@@ -107,6 +118,12 @@ def apply(
                 parts[entry.shard].shard.pulled(worker)
         elif what == _STATE:
             set_state(parts, entry)
+        elif what == _ROWS:
+            updates = [core.tables.read_update(told) for told in body["updates"]]
+            from_frames(entry.payload, [tensor for update in updates for tensor in update.gradients])
+            core.tables.repeat(updates)
+        elif what == _TABLES:
+            core.tables.receive(Message(_OF_TABLES[body["kind"]], 0, body=body["body"], payload=entry.payload))
         elif what == _LEFT:
             for part in parts:
                 part.shard.leave(body["worker"])
@@ -142,6 +159,12 @@ def _entry(body: Mapping[str, Any], *, tensors: Sequence[Tensor] = (), **fields:
     # The tensors change before a socket has read them, and the next copy may have to be told again: a copy.
     payload = [bytes(frame) for frame in to_frames(tensors)]
     return Message(Kind.REPLICATE, 0, body=body, payload=payload, tensor_bytes=sum(map(len, payload)), **fields)
+
+
+def _with_payload(entry: Message, message: Message) -> Message:
+    """The entry, which brings the message's tensors."""
+    entry.payload, entry.tensor_bytes = [bytes(frame) for frame in message.payload], message.tensor_bytes
+    return entry
 
 
 def _closed(body: Mapping[str, Any], gradients: Sequence[Tensor] | None) -> Closed:

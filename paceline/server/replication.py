@@ -15,7 +15,7 @@ Workers send it what was not answered; contributions that are in its copy it ans
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -27,6 +27,7 @@ from paceline.server.actions import Action, Send
 from paceline.server.chains import Chain
 from paceline.server.server_core import ServerCore
 from paceline.server.shard import Closed
+from paceline.server.tables.shards import RowUpdate
 
 
 class ToServer(NamedTuple):
@@ -72,6 +73,7 @@ class Replication:
         self._new: list[Message] = []
         for index, part in enumerate(core.parts):
             part.shard.before_closing = partial(self._note, index)
+        core.tables.before_updating = self._note_rows
 
     @property
     def key_range(self) -> int:
@@ -151,6 +153,10 @@ class Replication:
     def _note(self, index: int, closed: Closed) -> None:
         if self.is_head:
             self._new.append(entries.of_closed(index, self._core, closed))
+
+    def _note_rows(self, updates: Sequence[RowUpdate]) -> None:
+        if self.is_head:
+            self._new.append(entries.of_rows(self._core.tables, updates))
 
     def _take(self, entry: Message) -> Iterator[CopyAction]:
         """An entry of the copy before. One of a later epoch comes from who was told of the new chain earlier."""

@@ -5,6 +5,7 @@ Sans-IO: whoever carries messages calls it, gives it the time, and does what it 
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -22,6 +23,7 @@ from paceline.messages import (
     Raw,
     WireError,
     from_frames,
+    split_frames,
 )
 from paceline.server.actions import Action, Send
 from paceline.server.admission import ProtocolError
@@ -90,6 +92,10 @@ class ServerCore:
     @property
     def parts(self) -> list[Part]:
         return self._answering.parts
+
+    @property
+    def tables(self) -> TableShards:
+        return self._tables
 
     @property
     def is_in_turn(self) -> bool:
@@ -298,6 +304,8 @@ class ServerCore:
     def _exchange(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         client.arrived_s = now_s
         parts = self._parts_of(message)
+        if "rows" in message.body:
+            message = self._take_rows(client, message, parts)
         if client.parameters is None and not message.flags & VOID:
             for index, _ in parts:
                 self._read_push(message, index, client.gradients[index])
@@ -327,8 +335,6 @@ class ServerCore:
         groups = body.get("groups")
         if self._outlives_workers:
             self._pushes.count(message)
-        if "rows" in body:
-            self._tables.receive_push(message)
         for index, part in parts:
             answers = part.shard.push(
                 message.sender,
@@ -342,6 +348,13 @@ class ServerCore:
             yield from self._answering.answer(index, part, answers, now_s)
         if "contributors" in body:
             yield from self._follow(client, message, now_s)
+
+    def _take_rows(self, client: Client, message: Message, parts: Sequence[tuple[int, Part]]) -> Message:
+        """A push has gradients of rows behind those of the model. Have the tables take them, and return the rest."""
+        is_here = client.parameters is not None or message.flags & VOID
+        own, rows = split_frames(message.payload, 0 if is_here else sum(part.tensor_bytes for _, part in parts))
+        self._tables.receive_push(replace(message, payload=rows))
+        return replace(message, payload=own)
 
     def _read_push(self, message: Message, index: int, gradients: Sequence[Tensor]) -> None:
         codec = None if self._spec is None else self._spec.codec

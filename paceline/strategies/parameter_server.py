@@ -167,11 +167,9 @@ class ParameterServer(Strategy):
         require_dense_steps(replica)
         require_plain_steps(replica)
         if replica.tables and context.reform is not None:
-            raise UsageError("--elastic does not keep the rows of a ShardedEmbedding so far; leave it out")
-        if replica.tables and self.replicas:
             raise UsageError(
-                f"replicas={self.replicas} does not copy the rows of a ShardedEmbedding, which would be lost with "
-                "their server; use replicas=0"
+                "--elastic does not keep the rows of a ShardedEmbedding so far, with replicas or without: gradients of "
+                "rows that a worker has sent some servers would go with it; leave it out"
             )
         if replica.tables:
             self._require_rows_joined_alike(context)

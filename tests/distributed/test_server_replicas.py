@@ -14,16 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-import paceline
 from paceline.checkpoint import Checkpoint
-from paceline.errors import UsageError
-from paceline.nn import ShardedEmbedding
 from paceline.records import UpdateRecord, read_records
 from tests.distributed.harness import TRAIN, Command, events, is_training, pids, wait_until
-from tests.distributed.local import Listener
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 NUM_STEPS = 120
@@ -110,21 +104,6 @@ def test_every_gradient_counts_once(start: Start, tmp_path: Path, strategy: str,
     numbers = sorted(record.iteration for record in updates if record.server == victim)
     assert all(after == before + 1 for before, after in pairwise(numbers[-NUM_STEPS // 2 :]))
     assert numbers[-1] == 2 * NUM_STEPS
-
-
-def train_rows() -> None:
-    worker = paceline.init()
-    model = nn.Sequential(ShardedEmbedding(100, 4, optimizer="sgd:lr=0.1"), nn.Linear(4, 1))
-    loader = DataLoader(TensorDataset(torch.arange(64), torch.zeros(64)), batch_size=4)
-    worker.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1), loader)
-
-
-def test_rows_of_tables_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="replicas=1 does not copy the rows of a ShardedEmbedding"):
-        paceline.run(
-            train_rows, strategy="ps-asp", options={"servers": 2, "replicas": 1}, workers=1, out=tmp_path / "out",
-            watcher=Listener(),
-        )  # fmt: skip
 
 
 def test_two_replicas_outlive_two_deaths(start: Start, tmp_path: Path) -> None:

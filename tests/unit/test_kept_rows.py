@@ -49,7 +49,7 @@ class Server:
 class Worker:
     """Its own carrier, whose pushes are on their way to each server until they are delivered."""
 
-    is_all_beside = False
+    is_all_beside = takes_rows_along = False
 
     def __init__(self, rank: int, servers: Sequence[Server], spec: TableSpec, keeping: Keeping | None) -> None:
         self.rank, self.servers, self.clock = rank, servers, 0

@@ -1,33 +1,16 @@
 """How one worker's messages reach the servers, whatever they are about."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from paceline.layout import Layout
-from paceline.messages import Message
 from paceline.server.actions import Send
 from paceline.server.client_core import ClientCore
+from paceline.server.conversation import Conversation
 from paceline.server.spec import OptimizerSpec, Reply
-
-
-class Conversation(Protocol):
-    """A worker's end of what it asks the servers, until all that is due has come."""
-
-    what: str
-    """It is about, in words."""
-
-    @property
-    def is_done(self) -> bool: ...
-
-    @property
-    def due(self) -> list[int]:
-        """Servers that owe an answer."""
-
-    def receive(self, index: int, answer: Message) -> Iterator[Send]:
-        """A server's answer has come; what to send for it."""
 
 
 class Turn(NamedTuple):
@@ -47,7 +30,10 @@ class Carrier(ABC):
     """Each server's epoch, which messages to it and from it carry; none: they carry the membership's."""
     is_all_beside: bool = False
     """All servers are on this worker's host, and none takes another's place: rows that lie in their memory can be read
-    there, and gradients of rows go with a push."""
+    there."""
+    takes_rows_along: bool = False
+    """Gradients of rows go with the push that they belong to: on one host, where that saves a message; and where
+    servers are copied, since a push that is not answered is pushed again, to whoever has taken over."""
     standing: Callable[[], str | None] | None = None
     """Calls `Collective.standing`; set while this worker waits until all have pushed."""
     carries_bytes: bool

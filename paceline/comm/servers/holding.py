@@ -202,8 +202,9 @@ class Holding:
             self._lending.close()
 
     def _new_memory(self) -> InMemory:
-        """For tables, which are opened once all workers have attached."""
-        return RowsInView() if self.neighbours else InMemory()
+        """For tables, which are opened once all workers have attached. Where there are copies, workers ask for rows and
+        push all gradients of them, for what they changed themselves no copy would hear of."""
+        return RowsInView() if self.neighbours and self._replication is None else InMemory()
 
     def _do(self, actions: Iterator[CopyAction]) -> None:
         records: list[UpdateRecord] = []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.comm.base import Collective
 from paceline.comm.rank_errors import ALIKE
-from paceline.comm.servers.carrier import Carrier, Conversation, Turn
+from paceline.comm.servers.carrier import Carrier, Turn
 from paceline.comm.servers.group import Configure, Joins, ServerGroup
 from paceline.comm.servers.holding import identity_of
 from paceline.comm.servers.line import BellAddress, WorkerLine
@@ -26,6 +26,7 @@ from paceline.layout import Layout
 from paceline.messages import Kind, Message, Raw
 from paceline.server.actions import Send
 from paceline.server.client_core import ClientCore
+from paceline.server.conversation import Conversation, hear
 from paceline.server.spec import OptimizerSpec, Reply
 
 _ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.COUNT, Kind.WAIT, Kind.PULL, Kind.LEAVE}) | {
@@ -151,6 +152,7 @@ class SocketCarrier(Carrier):
         self._yield_s = _YIELD_S if num_workers <= len(os.sched_getaffinity(0)) else 0.0
         self.beside = [server.bell is not None for server in servers]
         self.is_all_beside = all(self.beside) and moves is None
+        self.takes_rows_along = self.is_all_beside or moves is not None
         self._epoch, self._number = epoch, number
         self._links = [self._first_link_to(server) for server in servers]
         self.epochs = [link.epoch for link in self._links]
@@ -251,15 +253,17 @@ class SocketCarrier(Carrier):
         for link in self._links:
             link.asked_over = None
         self._send(sends)
-        while not client.is_done:
+        store = self._client
+        while not (client.is_done and (store is None or store.is_done)):
             if self._abort_reason is not None:
                 raise Aborted(f"{client.what} on rank {self._rank} was ended: {self._abort_reason}")
-            if self._moves and self._client is not None:
-                self._follow(self._moves.popleft(), self._client)
-            for index, frames in self._receive_some(client.due):
+            if self._moves and store is not None:
+                self._follow(self._moves.popleft(), store)
+            due = client.due if store is None else sorted({*client.due, *store.new})
+            for index, frames in self._receive_some(due):
                 link = self._links[index]
                 answer = Message.decode(frames, epoch=link.epoch)
-                self._send(client.receive(index, answer))
+                self._send(client.receive(index, answer) if store is None else hear(store, client, index, answer))
                 heard_s = time.perf_counter()
                 if link.sources and answer.kind is Kind.ANSWER:
                     for source, target in zip(link.sources, link.targets, strict=True):
@@ -269,8 +273,7 @@ class SocketCarrier(Carrier):
                 self._require_others(now_s)
             if self._deadline_s is not None and now_s > heard_s + self._deadline_s:
                 raise DeadlineExceeded(
-                    f"rank {self._rank}: server(s) {client.due} did not answer within {self._deadline_s:g} s "
-                    f"to: {client.what}"
+                    f"rank {self._rank}: server(s) {due} did not answer within {self._deadline_s:g} s to: {client.what}"
                 )
         return time.perf_counter() - began_s
 
@@ -335,7 +338,7 @@ class SocketCarrier(Carrier):
         """Each on the server's line if it has one and the request fits."""
         for index, request in sends:
             link = self._links[index]
-            link.asked_over = link.line
+            link.asked_over, request.epoch = link.line, link.epoch
             try:
                 if link.line is None or request.kind not in _ON_LINE or not link.line.send(request.encode()):
                     link.caller.send(request)

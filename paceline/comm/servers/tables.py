@@ -146,7 +146,7 @@ class ServedTables(TableStore):
         gradients = [None if number in self._own else given for number, given in enumerate(gradients)]
         if self._own and all(given is None for given in gradients):
             return
-        is_given = self._carrier.is_all_beside and self._give_with_push(
+        is_given = self._carrier.takes_rows_along and self._give_with_push(
             self._client.parts(gradients, weight=weight, lrs=lrs)
         )
         if not is_given:

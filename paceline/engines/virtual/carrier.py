@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from paceline.comm.servers.carrier import Carrier, Conversation
+from paceline.comm.servers.carrier import Carrier
 from paceline.engines.virtual.computing.cores import Effort
 from paceline.engines.virtual.network.links import Network
 from paceline.engines.virtual.process import Process, Signal
@@ -17,6 +17,7 @@ from paceline.layout import Layout
 from paceline.messages import Message
 from paceline.server.actions import Send
 from paceline.server.client_core import ClientCore
+from paceline.server.conversation import Conversation
 from paceline.server.spec import OptimizerSpec
 
 

@@ -41,6 +41,8 @@ class TableClient:
         self._rank, self._epoch, self._num_servers = rank, epoch, num_servers
         self._answers: dict[int, Message | None] = {}
         """Of each server that was asked: what it has said."""
+        self._asked: dict[int, Message] = {}
+        """Of each of these, what it was asked, until all is done."""
         self._error: WireError | None = None
         self._read: dict[int, list[Tensor]] = {}
         """Of each table whose rows were asked for last: which of them each server has."""
@@ -140,6 +142,13 @@ class TableClient:
             self._answers[index] = answer
         return iter(())
 
+    def ask_again(self, index: int) -> list[Send]:
+        """What to send a server that has just taken another's place, of what that owed an answer to."""
+        if index not in self.due:
+            return []
+        self.moved_bytes += self._asked[index].num_bytes
+        return [Send(index, self._asked[index])]
+
     @property
     def is_done(self) -> bool:
         """Whether all that is due has come, or a server refused."""
@@ -152,6 +161,7 @@ class TableClient:
 
     def require_done(self) -> None:
         """Raises WireError if a server refused; the message says which, and why."""
+        self._asked.clear()  # which may hold a table's state
         if self._error is not None:
             raise self._error
 
@@ -232,7 +242,7 @@ class TableClient:
         self, what: str, kind: Kind, requests: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]] | None]
     ) -> list[Send]:
         """Each server that there is a request for is to answer once."""
-        self.what, self.moved_bytes, self._error, self._answers = what, 0, None, {}
+        self.what, self.moved_bytes, self._error, self._answers, self._asked = what, 0, None, {}, {}
         sends = []
         for index, request in enumerate(requests):
             if request is None:
@@ -241,7 +251,7 @@ class TableClient:
             payload: list[Raw] = list(to_frames(tensors))
             num_bytes = sum(tensor.nbytes for tensor in tensors)
             message = Message(kind, self._epoch, sender=self._rank, body=body, payload=payload, tensor_bytes=num_bytes)
-            self._answers[index] = None
+            self._answers[index], self._asked[index] = None, message
             self.moved_bytes += message.num_bytes
             sends.append(Send(index, message))
         return sends

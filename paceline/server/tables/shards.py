@@ -7,12 +7,13 @@ workers' rows, under ssp and asp one of each worker's. What a later push finds s
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.messages import Kind, Message, WireError, cut_for, from_frames, raw_bytes, to_frames
@@ -39,6 +40,15 @@ class _Waiting(NamedTuple):
     """For each table: its own, with the learning rate that the worker says."""
 
 
+class RowUpdate(NamedTuple):
+    """An update of a table's rows, which comes to the same wherever the table has come to the same before."""
+
+    table: int
+    gradients: RowGradients
+    """Of all workers', joined."""
+    optimizer: RowOptimizer
+
+
 @final
 class TableShards:
     """
@@ -51,6 +61,8 @@ class TableShards:
         """Where the tables are to lie; none: in memory."""
         self.may_lend = False
         """Each push is an update of its own, for whose rows nobody waits."""
+        self.before_updating: Callable[[Sequence[RowUpdate]], None] | None = None
+        """Told of all tables' updates with one of the model, before anything is changed."""
         self._new_memory = new_memory
         self._storage: Storage = InMemory()
         self._tables: list[Table] = []
@@ -89,9 +101,33 @@ class TableShards:
             for one in applied:
                 if one.worker in self._waiting:
                     by_update[one.iteration].append(self._waiting.pop(one.worker))
-            with self._storage.alone():
-                touched = sum(self._update(waiting) for waiting in by_update.values())
+            for waiting in by_update.values():
+                updates = list(self._joined(waiting))
+                if updates and self.before_updating is not None:
+                    self.before_updating(updates)
+                touched += self.repeat(updates)
         return touched
+
+    def repeat(self, updates: Iterable[RowUpdate]) -> int:
+        """Make these updates, as another copy of these tables may have, of one of the model; returns how many bytes
+        they have read and written."""
+        touched = 0
+        with self._storage.alone():
+            for table, joined, optimizer in updates:
+                touched += self._at(table).update(joined, optimizer)
+                self._changed[table].add(joined.keys)
+        return touched
+
+    def copied(self, update: RowUpdate) -> tuple[dict[str, Any], list[Tensor]]:
+        """What another copy of these tables is told of the update, for `read_update`: plain data, and tensors."""
+        table, (keys, values), optimizer = update
+        return {"table": table, "count": len(keys), "lr": optimizer.lr}, [keys, values]
+
+    def read_update(self, told: Mapping[str, Any]) -> RowUpdate:
+        """What `copied` gives, with memory for the tensors. Raises ValueError and KeyError."""
+        spec, count = self._at(told["table"]).spec, told["count"]
+        gradients = RowGradients(torch.empty(count, dtype=torch.int64), spec.empty_rows(count, spec.computed))
+        return RowUpdate(told["table"], gradients, with_lr(spec.optimizer, told["lr"]))
 
     def leave(self, worker: int) -> None:
         """It has trained."""
@@ -103,9 +139,8 @@ class TableShards:
         self._tables.clear()
         self._waiting.clear()
 
-    def _update(self, contributions: Sequence[_Waiting]) -> int:
+    def _joined(self, contributions: Sequence[_Waiting]) -> Iterator[RowUpdate]:
         """Those who have not used a table count with gradients of 0, as they do where rows are parameters."""
-        touched = 0
         for index, table in enumerate(self._tables):
             if any(each.gradients[index] is not None for each in contributions):
                 nothing = RowGradients(torch.empty(0, dtype=torch.int64), table.spec.empty_rows(0, table.spec.computed))
@@ -118,9 +153,7 @@ class TableShards:
                         "one update; set its lr to the same on all"
                     )
                 joined = summed(some, [each.weight for each in contributions])
-                touched += table.update(joined, *optimizers)
-                self._changed[index].add(joined.keys)
-        return touched
+                yield RowUpdate(index, joined, *optimizers)
 
     # --- requests -----------------------------------------------------------------------------------------------
 

@@ -302,10 +302,11 @@ class _Judge:
         drift = 1.0
         if self.noise is not None:
             each = max(1.0, prediction.global_batch)
-            late = self.staleness_penalty * _staleness(prediction)
+            late = self.staleness_penalty * prediction.late_steps
             steps = steps_ratio(self.noise, batch=each, base_batch=self.work.samples, staleness=late)
             if apart is not None:
-                drift = apart.drift(self.noise, batch=each / workers, num_workers=workers)
+                joined = workers / prediction.updates_a_step
+                drift = apart.drift(self.noise, batch=each / joined, num_workers=joined)
             target_speedup = self.base.update_s / (steps * drift * prediction.update_s)
             if self.single_steps is not None:
                 target_s = self.single_steps * steps * drift * prediction.update_s
@@ -356,11 +357,6 @@ def _is_alike(traits: Traits, workers: int) -> bool:
 
 def _codecs(traits: Traits) -> list[Codec]:
     return [each.codec for each in traits.traffic or () if each.codec is not None]
-
-
-def _staleness(found: Prediction) -> float:
-    """Updates by others between a worker's reading and its gradient: on the average each of them makes one."""
-    return float(found.workers - 1) if found.unit == "gradient" else 0.0
 
 
 def _knee(judge: _Judge, curve: Sequence[Point]) -> Knee:

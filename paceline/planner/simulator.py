@@ -23,7 +23,9 @@ from paceline.planner.demand import StepWork
 from paceline.planner.draws import Draws
 from paceline.planner.fabric import Floats
 from paceline.planner.question import Question
+from paceline.planner.quorums import QuorumRounds
 from paceline.planner.server_simulator import AsynchronousRun, SynchronousRun
+from paceline.planner.servers import server_exchange
 from paceline.planner.setting import RingReduction, Setting
 from paceline.planner.turns import Turns
 from paceline.schedule import Rounds
@@ -60,7 +62,8 @@ def simulate(
     if steps < 2:
         raise UsageError(f"steps must be at least 2, not {steps}")
     asked = Question.of(cluster, strategy=strategy, workers=workers, work=work, options=options)
-    traffic, setting, counted = asked.traffic, asked.setting, workers
+    setting, counted = asked.setting, workers
+    traffic = asked.traffic.among(workers) if isinstance(asked.traffic, Served) else asked.traffic
     draws = Draws(setting, seed=seed)
     if isinstance(traffic, ClientTurns):
         step_s = _in_turns(traffic, setting, draws, steps)
@@ -71,6 +74,11 @@ def simulate(
         else:
             ends_s = _lock_step(traffic, setting, draws, steps)
         cycle_s = _mean_s(ends_s) + (besides_s(traffic, setting) if isinstance(traffic, AllReduced) else 0.0)
+    elif traffic.takes_some_of(workers):
+        assert traffic.quorum is not None
+        exchange = server_exchange(setting, num_gradients=traffic.quorum, coding=traffic)
+        means = QuorumRounds(traffic, setting, exchange, draws).means(math.ceil(steps * workers / traffic.quorum))
+        cycle_s = means.round_s * workers / means.num_joined
     elif traffic.staleness is None:
         cycle_s, counted = _mean_s(SynchronousRun(traffic, setting, draws).run(steps)), workers - traffic.backup_workers
     else:

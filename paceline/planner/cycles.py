@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline.planner import algorithms, costs, neighbours, stragglers
 from paceline.planner import filling as buckets
-from paceline.planner.coded import CodedMean, coded_mean, settled
+from paceline.planner.coded import CodedMean, coded_exchange, coded_mean, settled
 from paceline.planner.draws import Draws
 from paceline.planner.fabric import Floats, Loads
 from paceline.planner.quorums import QuorumRounds
@@ -94,7 +94,7 @@ def _of_all_reduced(traffic: AllReduced, setting: Setting) -> Cycle:
     slowest_s, before_s = traffic.every * step_s, (traffic.every - 1) * step_s
     if setting.num_workers == 1:
         return Cycle(slowest_s=slowest_s, end_s=slowest_s, loads=setting.fabric.nothing, num_steps=traffic.every)
-    coded = None if traffic.codec is None else coded_mean(traffic.codec, traffic.codec_scope, setting)
+    coded = None if traffic.codec is None else coded_exchange(traffic, setting)
     if coded is not None:
         end_s = slowest_s + algorithms.operation_s(traffic.algorithm, setting) + coded.time_s
         return Cycle(slowest_s=slowest_s, end_s=end_s, loads=coded.loads, num_steps=traffic.every)

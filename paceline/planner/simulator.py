@@ -17,7 +17,7 @@ from paceline.cluster.description import Cluster
 from paceline.errors import UsageError
 from paceline.planner import algorithms, neighbours
 from paceline.planner import filling as buckets
-from paceline.planner.coded import coded_mean, settled
+from paceline.planner.coded import coded_exchange, settled
 from paceline.planner.cycles import besides_s, cycle_of, fragment_mean, joint_of_turns
 from paceline.planner.demand import StepWork
 from paceline.planner.draws import Draws
@@ -160,7 +160,7 @@ def _exchange_of(traffic: AllReduced | Neighbouring | None, setting: Setting) ->
     if not isinstance(traffic, AllReduced) or setting.num_workers == 1:
         return lambda number, now_s, computing_s: now_s + computing_s
     traffic = settled(traffic, setting, lambda each: cycle_of(each, setting).end_s)
-    coded = None if traffic.codec is None else coded_mean(traffic.codec, traffic.codec_scope, setting)
+    coded = None if traffic.codec is None else coded_exchange(traffic, setting)
     if coded is not None:
         exchange_s = coded.time_s + algorithms.operation_s(traffic.algorithm, setting)
         return lambda number, now_s, computing_s: np.full_like(now_s, float((now_s + computing_s).max()) + exchange_s)

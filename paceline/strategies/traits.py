@@ -26,6 +26,8 @@ class AllReduced:
     """Steps from one exchange to the next."""
     codec: Codec | None = None
     codec_scope: Literal["links", "all"] = "links"
+    has_flags: bool = False
+    """Beside the values goes what workers tell one another of them: by itself, and first, where a codec encodes these."""
     fragments: int = 1
     """Parts that are about as large as one another, and are exchanged one after the other within these steps."""
     delay: int = 0

@@ -97,7 +97,7 @@ def coded_mean(
 def coded_exchange(traffic: AllReduced, setting: Setting) -> CodedMean | None:
     """A step's average of gradients; None where nothing is coded.
 
-    Flags are averaged first, by themselves. Of several buckets those of the last are under way while the first is coded.
+    Flags are averaged first, by themselves. Of several buckets, the last one's are under way while the first is coded.
     """
     assert traffic.codec is not None
     coded = coded_mean(traffic.codec, traffic.codec_scope, setting)

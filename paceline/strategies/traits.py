@@ -27,7 +27,7 @@ class AllReduced:
     codec: Codec | None = None
     codec_scope: Literal["links", "all"] = "links"
     has_flags: bool = False
-    """Beside the values goes what workers tell one another of them: by itself, and first, where a codec encodes these."""
+    """What workers tell one another of the values goes with them: by itself, and first, where a codec encodes these."""
     fragments: int = 1
     """Parts that are about as large as one another, and are exchanged one after the other within these steps."""
     delay: int = 0

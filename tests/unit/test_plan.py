@@ -55,8 +55,8 @@ def test_every_combination_that_has_room() -> None:
     moving_alike = {"post-local", "slowmo", "diloco"}
     federated = {name for name, entry in STRATEGIES.items() if entry.strategy is STRATEGIES["fed-avg"].strategy}
     names = {name for name, entry in STRATEGIES.items() if not entry.is_another_name}
-    assert set(found.frame["strategy"]) == names - moving_alike - federated - {"horovod", "async-diloco"}
-    assert found.unpriced == ("async-diloco", "fed-avg", "dp-fed-avg", "scaffold", "fed-bn", "fed-buff"), (
+    assert set(found.frame["strategy"]) == names - moving_alike - federated - {"horovod"}
+    assert found.unpriced == ("fed-avg", "dp-fed-avg", "scaffold", "fed-bn", "fed-buff"), (
         "with unknown data"
     )
 

@@ -370,11 +370,24 @@ def _knee(judge: _Judge, curve: Sequence[Point]) -> Knee:
     for before, after in pairwise(point.prediction for point in curve):
         rise = (after.samples_per_s - before.samples_per_s) / (after.workers - before.workers)
         if rise < least:
-            low = before.workers if before is not first else 1
+            low = before.workers if before is not first else _fewest_workers(strategy, before.workers)
             # The last number of workers that another one added at least so much to.
             workers = low + bisect_left(range(low + 1, after.workers), True, key=lambda n: gain(n) < least)
             return Knee(label, first.strategy, first.servers, workers, after.bottleneck)
     return Knee(label, first.strategy, first.servers, None, curve[-1].prediction.binding)
+
+
+def _fewest_workers(strategy: Strategy, most: int) -> int:
+    """That the strategy, which can run with so many, can run with."""
+
+    def is_enough(num_workers: int) -> bool:
+        try:
+            strategy.check(num_workers=num_workers)
+        except UsageError:
+            return False
+        return True
+
+    return next(num_workers for num_workers in range(1, most + 1) if is_enough(num_workers))
 
 
 def _row(point: Point) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.lab.variant import Variant
 from paceline.planner import StepWork, plan, predict
 from paceline.planner.noise import NoiseScale
-from paceline.planner.search import Plan, Point
+from paceline.planner.search import Point
 from paceline.planner.simulator import simulate
 from paceline.strategies.traits import Served
 from tests.conformance import virtual_cluster
@@ -138,16 +139,16 @@ def test_the_virtual_engine_takes_as_long(
     assert found.step_s == pytest.approx(float(np.mean(taken_s)), rel=0.07)  # few rounds: chance is 3 % of it
 
 
-def ranked(text: str, noise: NoiseScale | None) -> tuple[Plan, Point]:
+def planned(text: str, noise: NoiseScale | None) -> Point:
     found = plan(cluster_of(9), WORK, strategies=["single", text], max_workers=8, noise=noise, num_checks=0)
-    return found, next(p for p in found.points if p.asked == text and p.prediction.workers == 8)
+    return next(p for p in found.points if p.asked == Variant.parse(text).text and p.prediction.workers == 8)
 
 
 def test_a_plan_ranks_them_by_the_noise_scale() -> None:
     """A round of all drifts as diloco does. Of smaller rounds each joins fewer changes, which are later."""
     noise = NoiseScale(20.0 * WORK.samples)
-    _, synchronous = ranked(f"diloco:every={EVERY}", noise)
-    points = {quorum: ranked(f"async-diloco:every={EVERY}:quorum={quorum}", noise)[1] for quorum in (8, 4, 1)}
+    synchronous = planned(f"diloco:every={EVERY}", noise)
+    points = {quorum: planned(f"async-diloco:every={EVERY}:quorum={quorum}", noise) for quorum in (8, 4, 1)}
     assert all(point.is_ranked for point in points.values())
     assert points[8].drift == pytest.approx(synchronous.drift)
     assert points[8].drift > points[4].drift > points[1].drift == pytest.approx(1.0)
@@ -155,7 +156,7 @@ def test_a_plan_ranks_them_by_the_noise_scale() -> None:
         late = noise.steps(quorum * WORK.samples, staleness=EVERY * (8 / quorum - 1)) / noise.steps(WORK.samples)
         step_s = point.prediction.step_s * quorum / 8
         assert point.target_speedup == pytest.approx(STEP_S / (late * point.drift * step_s), rel=0.01)
-    assert not ranked(f"async-diloco:every={EVERY}", None)[1].is_ranked
+    assert not planned(f"async-diloco:every={EVERY}", None).is_ranked
 
 
 def test_a_plan_looks_at_servers_and_rounds_of_several_lengths() -> None:

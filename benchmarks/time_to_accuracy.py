@@ -1,10 +1,11 @@
 """Which way of saying less gets there first on slow links: time to accuracy, beside DDP's exchange and none at all.
 
     python benchmarks/time_to_accuracy.py
-    python benchmarks/time_to_accuracy.py --part resnet18 --seeds 1
+    python benchmarks/time_to_accuracy.py --part resnet18 --seeds 1 --no-tune
 
 Real gradients on CIFAR-10, on 8 simulated hosts of 32 cores, 100 Mbit/s and 100 us apart. Each method has the best of
-two learning rates, found on a seed that is not judged. It is a study in `studies`, which goes on where it was.
+two learning rates, found on a seed that is not judged; with --no-tune all have the second. It is a study in `studies`,
+which goes on where it was.
 
 The ceiling is what DDP's exchange (a ring, float32) would take if it took no time: its steps, with their computing
 alone. The gap that a method closes lies between these two. What the plan picks, by the noise scale that it measures, is
@@ -52,6 +53,10 @@ class Part:
     powersgd: str
 
     @property
+    def untuned_rate(self) -> str:
+        return self.rates.split(",")[1]
+
+    @property
     def script(self) -> list[str]:
         return ["--dataset", "cifar10", "--schedule", "constant", *self.arguments]
 
@@ -96,7 +101,7 @@ PARTS = {
 
 
 def conduct(part: Part, strategies: Sequence[str], *, workers: int, seeds: int, tunes: bool, out: Path) -> Study:
-    rate = [] if tunes else ["--lr", part.rates.split(",")[1]]
+    rate = [] if tunes else ["--lr", part.untuned_rate]
     return Study.run(
         SCRIPT,
         strategies=strategies,
@@ -159,7 +164,7 @@ def show(part: Part, strategies: Sequence[str], study: Study, alone: Study, pick
         times = own["time_to_target_s"]
         took_s = float(times.mean()) if own["reached"].all() else float("nan")
         cells = (
-            str(own["setting"].iloc[0]).removeprefix("lr="),
+            str(own["setting"].iloc[0]).removeprefix("lr=") or part.untuned_rate,
             f"{float((own['samples_to_target'] / found.work.samples / workers).mean()):.0f}",
             f"{one_steps * planned_steps(found, text, workers):.0f}",
             f"{float((own['training_time_s'] / steps).mean()) * 1e3:.2f}",

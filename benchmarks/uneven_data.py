@@ -2,10 +2,11 @@
 
     python benchmarks/uneven_data.py
     python benchmarks/uneven_data.py --epochs 20 --seeds 3
+    python benchmarks/uneven_data.py --epochs 20 --rates 0.2
 
 16 workers with data sets of their own (recipes/low_bandwidth/uneven.py) train the conv net on MNIST on the virtual
-engine, each method with the best of three learning rates, found on a seed that is not judged. They are studies in
-`studies`, which go on where they were.
+engine, each method with the best of three learning rates, found on a seed that is not judged; or all with one. They
+are studies in `studies`, which go on where they were.
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ METHODS = {
 
 
 def conduct(alpha: float, args: argparse.Namespace) -> Study:
+    rates = args.rates.split(",")
+    rate = ["--lr", rates[0]] if len(rates) == 1 else []
     return Study.run(
         SCRIPT,
         strategies=list(METHODS.values()),
         workers=[args.workers],
         seeds=args.seeds,
-        tune=[f"lr={args.rates}"],
+        tune=() if rate else [f"lr={args.rates}"],
         engine="virtual",
         cluster="lab-1gbe",
-        arguments=["--alpha", str(alpha), "--epochs", str(args.epochs), "--momentum", str(args.momentum)],
+        arguments=["--alpha", str(alpha), "--epochs", str(args.epochs), "--momentum", str(args.momentum), *rate],
         out=args.out / f"uneven-data-{alpha}",
     )
 
@@ -63,7 +66,7 @@ def main() -> None:
         for alpha in args.alphas:
             rows = studies[alpha].frames.trials
             own = rows[rows["strategy"] == Variant.parse(text).text]
-            found, rate = own["last_metric"], str(own["setting"].iloc[0]).removeprefix("lr=")
+            found, rate = own["last_metric"], str(own["setting"].iloc[0]).removeprefix("lr=") or args.rates
             spread = f", {found.min():.1%} to {found.max():.1%}" if len(found) > 1 else ""
             cells.append(f"{found.mean():.1%} (rate {rate}{spread})")
         table.add_row(name, *cells)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import final
 
 from paceline.planner.noise import NoiseScale
-from paceline.strategies.traits import AllReduced, Neighbouring, Traits
+from paceline.strategies.traits import AllReduced, Neighbouring, Served, Traits
 from paceline.topology import Topology
 
 _NUM_RANKS, _NUM_STARTS = 4, 4  # workers that are looked at, and steps of a topology's period from which they are
@@ -41,11 +41,13 @@ class Apart:
         traffic = traits.traffic[0] if traits.traffic else None
         if isinstance(traffic, AllReduced) and traits.unit == "round" and not traffic.delay:
             return cls(traffic.every, (1.0, 0.0))
+        if isinstance(traffic, Served) and traffic.quorum is not None:
+            return cls(traffic.every, (1.0, 0.0))
         if isinstance(traffic, Neighbouring) and traffic.takes_means:
             return cls(traffic.every, _left(traffic.topology, num_workers), int(traffic.behind_computing))
         return None
 
-    def drift(self, noise: NoiseScale, *, batch: float, num_workers: int) -> float:
+    def drift(self, noise: NoiseScale, *, batch: float, num_workers: float) -> float:
         """How many times the steps to a target are needed that workers who average every gradient need.
 
         At r times the learning rate that suits an infinite batch, a step gets 2 r - r^2 (1 + B_noise / B) of the way
@@ -54,6 +56,7 @@ class Apart:
 
         Args:
             batch: of one worker.
+            num_workers: whose models an exchange joins.
         """
         if math.isinf(noise.samples):
             return 1.0

@@ -11,6 +11,8 @@ import torch
 
 from paceline.codec import Auto, Codec, Shape, TensorCodec, chosen
 from paceline.codec.joining import coding_s
+from paceline.layout import NUM_FLAGS
+from paceline.planner import filling
 from paceline.planner.demand import StepWork
 from paceline.planner.fabric import Loads
 from paceline.planner.setting import RingReduction, Setting
@@ -42,14 +44,16 @@ def settled(traffic: _Coded, setting: Setting, step_s: Callable[[_Coded], float]
     plain = replace(traffic, codec=None)
     if setting.num_workers == 1:
         return plain
-    coded = {codec: _coded_by(codec, traffic) for codec in traffic.codec.candidates}
+    coded = {codec: _coded_by(codec, traffic, setting) for codec in traffic.codec.candidates}
     codec = chosen(step_s(plain), {codec: step_s(each) for codec, each in coded.items()}).codec
     return plain if codec is None else coded[codec]
 
 
-def _coded_by(codec: Codec, traffic: _Coded) -> _Coded:
+def _coded_by(codec: Codec, traffic: _Coded, setting: Setting) -> _Coded:
+    """Buckets stay as they were."""
     if isinstance(traffic, AllReduced):
-        return replace(traffic, codec=codec, behind_backward=False)
+        has_flags = traffic.has_flags and len(filling.of(traffic, setting)) == 1
+        return replace(traffic, codec=codec, behind_backward=False, has_flags=has_flags)
     return replace(traffic, codec=codec)
 
 
@@ -88,6 +92,20 @@ def coded_mean(
         time_s += fabric.busiest(inner).busy_s
         loads = loads + inner
     return CodedMean(time_s, loads)
+
+
+def coded_exchange(traffic: AllReduced, setting: Setting) -> CodedMean | None:
+    """A step's average of gradients; None where nothing is coded.
+
+    Flags are averaged first, by themselves. Of several buckets, the last one's are under way while the first is coded.
+    """
+    assert traffic.codec is not None
+    coded = coded_mean(traffic.codec, traffic.codec_scope, setting)
+    if coded is None or not traffic.has_flags or len(filling.of(traffic, setting)) > 1:
+        return coded
+    num_bytes = 4 * (NUM_FLAGS + len(setting.work.tensor_bytes))
+    time_s = coded.time_s + sum(setting.ring.parts_s(num_bytes))
+    return CodedMean(time_s, coded.loads + setting.ring.loads(num_bytes))
 
 
 def _part(work: StepWork, tensors: Sequence[int]) -> StepWork:

@@ -8,8 +8,10 @@ import numpy as np
 
 from paceline.planner import algorithms, costs, neighbours, stragglers
 from paceline.planner import filling as buckets
-from paceline.planner.coded import CodedMean, coded_mean, settled
+from paceline.planner.coded import CodedMean, coded_exchange, coded_mean, settled
+from paceline.planner.draws import Draws
 from paceline.planner.fabric import Floats, Loads
+from paceline.planner.quorums import QuorumRounds
 from paceline.planner.servers import ServerExchange, rows_beside, server_exchange
 from paceline.planner.setting import Setting
 from paceline.planner.turns import NUM_ROUNDS, Turns
@@ -17,6 +19,7 @@ from paceline.planner.weight_work import told_bytes
 from paceline.strategies.traits import AllReduced, ClientTurns, Neighbouring, Served, Traffic
 
 _NUM_DRAWS = 4096  # of computing times for one prediction, all workers together
+_NUM_PUSHES, _LEAST_CYCLES = 1500, 8  # at servers with a quorum, all workers together; and of each worker
 _NUM_TURNS, _MOST_DRAWS = 256, 8  # of clients, about so many are drawn for each round, and each one so often at most
 
 
@@ -34,6 +37,8 @@ class Cycle:
     """The part of the exchange that backward hides."""
     served_s: float = 0.0
     """A server is busy with requests and updates of all workers for so long."""
+    num_updates: float = 1
+    """By the pushes of all workers: more than one where it takes only some of these."""
     num_counted: int | None = None
     """Workers whose gradients count; none: all."""
     bounds_s: tuple[float, float] | None = None
@@ -42,7 +47,7 @@ class Cycle:
 
 def cycle_of(traffic: Traffic | None, setting: Setting) -> Cycle:
     if isinstance(traffic, Served):
-        return _of_synchronous(traffic, setting) if traffic.staleness is None else _of_asynchronous(traffic, setting)
+        return _of_served(traffic, setting)
     if isinstance(traffic, AllReduced):
         cycle = _of_fragments(traffic, setting) if traffic.is_in_fragments else _of_all_reduced(traffic, setting)
         return _with_what_is_besides(cycle, traffic, setting)
@@ -89,7 +94,7 @@ def _of_all_reduced(traffic: AllReduced, setting: Setting) -> Cycle:
     slowest_s, before_s = traffic.every * step_s, (traffic.every - 1) * step_s
     if setting.num_workers == 1:
         return Cycle(slowest_s=slowest_s, end_s=slowest_s, loads=setting.fabric.nothing, num_steps=traffic.every)
-    coded = None if traffic.codec is None else coded_mean(traffic.codec, traffic.codec_scope, setting)
+    coded = None if traffic.codec is None else coded_exchange(traffic, setting)
     if coded is not None:
         end_s = slowest_s + algorithms.operation_s(traffic.algorithm, setting) + coded.time_s
         return Cycle(slowest_s=slowest_s, end_s=end_s, loads=coded.loads, num_steps=traffic.every)
@@ -253,6 +258,32 @@ def joint_of_turns(traffic: ClientTurns, setting: Setting) -> tuple[float, Loads
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 
+def _of_served(traffic: Served, setting: Setting) -> Cycle:
+    traffic = traffic.among(setting.num_workers)
+    if traffic.takes_some_of(setting.num_workers):
+        return _of_quorum(traffic, setting)
+    return _of_synchronous(traffic, setting) if traffic.staleness is None else _of_asynchronous(traffic, setting)
+
+
+def _of_quorum(traffic: Served, setting: Setting) -> Cycle:
+    """The mean of some rounds, drawn."""
+    assert traffic.quorum is not None
+    exchange = server_exchange(setting, num_gradients=traffic.quorum, coding=traffic)
+    num_rounds = math.ceil(max(_NUM_PUSHES, _LEAST_CYCLES * setting.num_workers) / traffic.quorum)
+    means = QuorumRounds(traffic, setting, exchange, Draws(setting, seed=0)).means(num_rounds)
+    num_updates = setting.num_workers / means.num_joined
+    end_s = means.round_s * num_updates - traffic.every * setting.work.overhead_s
+    trip_s = exchange.ask_s + float(exchange.trips_s.mean())
+    return Cycle(
+        slowest_s=max(traffic.every * setting.mean_s, end_s - trip_s),
+        end_s=end_s,
+        loads=exchange.loads,
+        num_steps=traffic.every,
+        num_updates=num_updates,
+        served_s=setting.num_workers * exchange.request_s + num_updates * exchange.update_s,
+    )
+
+
 def _of_asynchronous(traffic: Served, setting: Setting) -> Cycle:
     every, staleness = traffic.every, traffic.staleness
     assert staleness is not None
@@ -279,6 +310,7 @@ def _of_asynchronous(traffic: Served, setting: Setting) -> Cycle:
         end_s=end_s,
         loads=exchange.loads,
         num_steps=every,
+        num_updates=setting.num_workers,
         served_s=exchange.served_s * setting.num_workers,
         bounds_s=bounds_s,
     )

@@ -46,6 +46,11 @@ class Prediction:
     """What kind of thing that is: a server's card, a worker's card, a rack's cable, the core, the servers' own work."""
     link_bytes: Mapping[str, float] = field(default_factory=dict)
     """In a step of all workers, through the most loaded link of each kind, the fuller direction."""
+    updates_a_step: float = 1.0
+    """Of the parameters, while every worker takes a step: more than one where not all workers' work is joined in one.
+    Local steps are taken for updates by all workers that a round joins."""
+    late_steps: float = 0.0
+    """Of others, between a worker's reading and when what it computed counts: on the average each takes as many."""
     step_s_low: float = 0.0
     step_s_high: float = 0.0
     """Bounds, where that is all that is known; else `step_s`. Of ssp: no faster than asp, no slower than bsp. Of both
@@ -72,8 +77,8 @@ class Prediction:
 
     @property
     def update_s(self) -> float:
-        """Between two updates of the parameters. Local steps are taken for updates by all workers together."""
-        return self.iteration_s if self.unit == "gradient" else self.step_s
+        """Between two updates of the parameters."""
+        return self.step_s / self.updates_a_step
 
     @property
     def global_batch(self) -> float:
@@ -109,7 +114,9 @@ def _summed_up(asked: Question, cycle: Cycle) -> Prediction:
     overhead_s = setting.work.overhead_s
     slowest_s, end_s = cycle.slowest_s / num_steps, cycle.end_s / num_steps
     step_s, mean_s = end_s + overhead_s, min(setting.mean_s, slowest_s)
-    iteration_s = {"update": step_s, "gradient": step_s / setting.num_workers, "round": step_s * num_steps}
+    unit = asked.traits.unit
+    num_updates = setting.num_workers if unit == "gradient" else cycle.num_updates
+    iteration_s = step_s * num_steps / num_updates if unit == "round" else step_s / num_updates
     num_counted = setting.num_workers if cycle.num_counted is None else cycle.num_counted
     samples_per_s = num_counted * setting.work.samples / step_s
     num_paid = setting.num_workers + len(set(setting.places.servers) - set(setting.places.workers))
@@ -125,8 +132,8 @@ def _summed_up(asked: Question, cycle: Cycle) -> Prediction:
         workers=setting.num_workers,
         servers=asked.traits.num_servers,
         step_s=step_s,
-        iteration_s=iteration_s[asked.traits.unit],
-        unit=asked.traits.unit,
+        iteration_s=iteration_s,
+        unit=unit,
         samples_per_s=samples_per_s,
         efficiency=samples_per_s / (num_paid * setting.alone_samples_per_s),
         compute_s=mean_s,
@@ -137,6 +144,8 @@ def _summed_up(asked: Question, cycle: Cycle) -> Prediction:
         busiest=busiest,
         resource=resource,
         link_bytes=setting.link_bytes(loads),
+        updates_a_step=num_updates,
+        late_steps=(num_updates - 1) * (num_steps if unit == "round" else 1),
         step_s_low=low_s / num_steps + overhead_s,
         step_s_high=high_s / num_steps + overhead_s,
     )

@@ -302,10 +302,11 @@ class _Judge:
         drift = 1.0
         if self.noise is not None:
             each = max(1.0, prediction.global_batch)
-            late = self.staleness_penalty * _staleness(prediction)
+            late = self.staleness_penalty * prediction.late_steps
             steps = steps_ratio(self.noise, batch=each, base_batch=self.work.samples, staleness=late)
             if apart is not None:
-                drift = apart.drift(self.noise, batch=each / workers, num_workers=workers)
+                joined = workers / prediction.updates_a_step
+                drift = apart.drift(self.noise, batch=each / joined, num_workers=joined)
             target_speedup = self.base.update_s / (steps * drift * prediction.update_s)
             if self.single_steps is not None:
                 target_s = self.single_steps * steps * drift * prediction.update_s
@@ -358,11 +359,6 @@ def _codecs(traits: Traits) -> list[Codec]:
     return [each.codec for each in traits.traffic or () if each.codec is not None]
 
 
-def _staleness(found: Prediction) -> float:
-    """Updates by others between a worker's reading and its gradient: on the average each of them makes one."""
-    return float(found.workers - 1) if found.unit == "gradient" else 0.0
-
-
 def _knee(judge: _Judge, curve: Sequence[Point]) -> Knee:
     """Between the first two numbers of workers where the curve rises by less than half of one worker alone for each."""
     label, first, strategy = curve[0].label, curve[0].prediction, Variant.parse(curve[0].label).strategy
@@ -374,11 +370,24 @@ def _knee(judge: _Judge, curve: Sequence[Point]) -> Knee:
     for before, after in pairwise(point.prediction for point in curve):
         rise = (after.samples_per_s - before.samples_per_s) / (after.workers - before.workers)
         if rise < least:
-            low = before.workers if before is not first else 1
+            low = before.workers if before is not first else _fewest_workers(strategy, before.workers)
             # The last number of workers that another one added at least so much to.
             workers = low + bisect_left(range(low + 1, after.workers), True, key=lambda n: gain(n) < least)
             return Knee(label, first.strategy, first.servers, workers, after.bottleneck)
     return Knee(label, first.strategy, first.servers, None, curve[-1].prediction.binding)
+
+
+def _fewest_workers(strategy: Strategy, most: int) -> int:
+    """That the strategy, which can run with so many, can run with."""
+
+    def is_enough(num_workers: int) -> bool:
+        try:
+            strategy.check(num_workers=num_workers)
+        except UsageError:
+            return False
+        return True
+
+    return next(num_workers for num_workers in range(1, most + 1) if is_enough(num_workers))
 
 
 def _row(point: Point) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class ServerExchange:
     ask_s: float
     """A worker makes its requests for so long; those for rows, and their way there and back, are among it."""
     latency_s: Floats
-    """There and back."""
+    """There and back; twice, where workers tell the other servers what one has decided."""
     num_pieces: float
     """Each server's key range travels in so many pieces."""
     turn_s: float
@@ -142,9 +142,12 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
     both = fabric.busiest(push + pull)
     is_local = len({*setting.places.workers, *setting.places.servers}) == 1
     is_apart = not {*setting.places.workers} & {*setting.places.servers}
-    is_cut = work.is_element_wise and not is_local
+    is_sent_in_pieces = work.is_element_wise and not is_local
+    has_quorum = coding is not None and coding.quorum is not None
+    is_cut = is_sent_in_pieces and not has_quorum  # one part decides of whom an update is: no other answers before it
     needs_all = num_gradients == num_workers
     piece_bytes = min(range_bytes, FRAME_BYTES if is_cut else range_bytes)
+    frame_bytes = min(range_bytes, FRAME_BYTES if is_sent_in_pieces else range_bytes)
     last_bytes = (range_bytes % piece_bytes or piece_bytes) % CHUNK_BYTES or CHUNK_BYTES
     touched_bytes = update_bytes(num_gradients, range_bytes, work.state_bytes / num_servers)
     rows = _row_exchange(setting, coding.row_staleness if coding is not None else 0, work.weights)
@@ -175,9 +178,9 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
         both_s=both.busy_s,
         both_push_s=fabric.busy_s(push, both),
         update_s=float((touched_bytes / fabric.rates.memory[servers]).max()),
-        request_s=math.ceil(range_bytes / piece_bytes) * cluster.servers.request_us * 1e-6 + decode_s,
+        request_s=math.ceil(range_bytes / frame_bytes) * cluster.servers.request_us * 1e-6 + decode_s,
         ask_s=cluster.communication.request_us * 1e-6 + encode_s + rows.latency_s,
-        latency_s=2 * fabric.farthest_s(workers, servers),
+        latency_s=2 * fabric.farthest_s(workers, servers) * (2 if has_quorum and num_servers > 1 else 1),
         num_pieces=range_bytes / piece_bytes,
         turn_s=min(1.0, last_bytes / range_bytes) * pull_s / num_workers if rows.turn_s is None else rows.turn_s,
         clash_s=2 * (min(num_workers, num_servers) - 1) * CHUNK_BYTES / card

@@ -17,13 +17,15 @@ from paceline.cluster.description import Cluster
 from paceline.errors import UsageError
 from paceline.planner import algorithms, neighbours
 from paceline.planner import filling as buckets
-from paceline.planner.coded import coded_mean, settled
+from paceline.planner.coded import coded_exchange, settled
 from paceline.planner.cycles import besides_s, cycle_of, fragment_mean, joint_of_turns
 from paceline.planner.demand import StepWork
 from paceline.planner.draws import Draws
 from paceline.planner.fabric import Floats
 from paceline.planner.question import Question
+from paceline.planner.quorums import QuorumRounds
 from paceline.planner.server_simulator import AsynchronousRun, SynchronousRun
+from paceline.planner.servers import server_exchange
 from paceline.planner.setting import RingReduction, Setting
 from paceline.planner.turns import Turns
 from paceline.schedule import Rounds
@@ -60,7 +62,8 @@ def simulate(
     if steps < 2:
         raise UsageError(f"steps must be at least 2, not {steps}")
     asked = Question.of(cluster, strategy=strategy, workers=workers, work=work, options=options)
-    traffic, setting, counted = asked.traffic, asked.setting, workers
+    setting, counted = asked.setting, workers
+    traffic = asked.traffic.among(workers) if isinstance(asked.traffic, Served) else asked.traffic
     draws = Draws(setting, seed=seed)
     if isinstance(traffic, ClientTurns):
         step_s = _in_turns(traffic, setting, draws, steps)
@@ -71,6 +74,11 @@ def simulate(
         else:
             ends_s = _lock_step(traffic, setting, draws, steps)
         cycle_s = _mean_s(ends_s) + (besides_s(traffic, setting) if isinstance(traffic, AllReduced) else 0.0)
+    elif traffic.takes_some_of(workers):
+        assert traffic.quorum is not None
+        exchange = server_exchange(setting, num_gradients=traffic.quorum, coding=traffic)
+        means = QuorumRounds(traffic, setting, exchange, draws).means(math.ceil(steps * workers / traffic.quorum))
+        cycle_s = means.round_s * workers / means.num_joined
     elif traffic.staleness is None:
         cycle_s, counted = _mean_s(SynchronousRun(traffic, setting, draws).run(steps)), workers - traffic.backup_workers
     else:
@@ -152,7 +160,7 @@ def _exchange_of(traffic: AllReduced | Neighbouring | None, setting: Setting) ->
     if not isinstance(traffic, AllReduced) or setting.num_workers == 1:
         return lambda number, now_s, computing_s: now_s + computing_s
     traffic = settled(traffic, setting, lambda each: cycle_of(each, setting).end_s)
-    coded = None if traffic.codec is None else coded_mean(traffic.codec, traffic.codec_scope, setting)
+    coded = None if traffic.codec is None else coded_exchange(traffic, setting)
     if coded is not None:
         exchange_s = coded.time_s + algorithms.operation_s(traffic.algorithm, setting)
         return lambda number, now_s, computing_s: np.full_like(now_s, float((now_s + computing_s).max()) + exchange_s)

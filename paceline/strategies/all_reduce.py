@@ -108,6 +108,7 @@ class AllReduce(Strategy):
             behind_backward=self.behind_backward,
             codec=self.codec,
             codec_scope=self.codec_scope,
+            has_flags=True,
             row_staleness=self.row_staleness,
             joins_rows=self.rows != "asp",
             moves_rows=self._takes_rows,

@@ -31,7 +31,7 @@ from paceline.strategies.finite import checked, may_step
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.own_state import OwnState, of_replica
 from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters, spec_of
-from paceline.strategies.traits import Traits
+from paceline.strategies.traits import Served, Traits
 
 _OUTER, _OPTIMIZER, _LEFT = "outer.", "optimizer.", "left."
 
@@ -81,8 +81,21 @@ class QuorumUpdates(Strategy):
 
     @property
     def traits(self) -> Traits:
-        # What a step takes depends on how workers' rounds fall together, which no closed form says: plans refuse it.
-        return Traits(lock_step=False, unit="round", tells_stop=True, num_servers=self.servers, passes_attacks=True)
+        served = Served(
+            quorum=self.quorum,
+            grace_s=self.grace_s,
+            every=self.every,
+            codec=self.codec,
+            codec_scope=self.codec_scope,
+        )
+        return Traits(
+            lock_step=False,
+            unit="round",
+            tells_stop=True,
+            num_servers=self.servers,
+            passes_attacks=True,
+            traffic=(served,),
+        )
 
     def admission_rule(self, members: Membership) -> AdmissionRule:
         return Quorum(members, quorum=self.quorum, grace_s=self.grace_s)

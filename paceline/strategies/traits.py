@@ -26,6 +26,8 @@ class AllReduced:
     """Steps from one exchange to the next."""
     codec: Codec | None = None
     codec_scope: Literal["links", "all"] = "links"
+    has_flags: bool = False
+    """What workers tell one another of the values goes with them: by itself, and first, where a codec encodes these."""
     fragments: int = 1
     """Parts that are about as large as one another, and are exchanged one after the other within these steps."""
     delay: int = 0
@@ -54,6 +56,11 @@ class Served:
     """Clocks that a worker may run ahead of the slowest; None: all wait for one update a clock."""
     backup_workers: int = 0
     """Pushes of a clock that nobody waits for."""
+    quorum: int | None = None
+    """Pushes that make an update, whosesoever they are; later ones count in the next. None: each by itself where there
+    is a staleness, else one of every worker whose push is waited for."""
+    grace_s: float = 0.0
+    """For which an update waits for further pushes once it has its quorum."""
     every: int = 1
     """Steps from one exchange to the next."""
     codec: Codec | None = None
@@ -70,6 +77,15 @@ class Served:
     def is_bounded(self) -> bool:
         """Whether workers wait for slower ones at some distance, but not at every clock."""
         return self.staleness is not None and self.staleness < math.inf
+
+    def among(self, num_workers: int) -> "Served":
+        """As such with a staleness, where a quorum comes to each push by itself."""
+        is_each = self.quorum == 1 < num_workers and not self.grace_s
+        return replace(self, staleness=math.inf) if is_each else self
+
+    def takes_some_of(self, num_workers: int) -> bool:
+        """Whether an update is neither of everybody nor of one worker alone."""
+        return self.staleness is None and self.quorum is not None and self.quorum < num_workers
 
 
 @final

@@ -59,10 +59,8 @@ def test_every_combination_that_has_room() -> None:
     moving_alike = {"post-local", "slowmo", "diloco"}
     federated = {name for name, entry in STRATEGIES.items() if entry.strategy is STRATEGIES["fed-avg"].strategy}
     names = {name for name, entry in STRATEGIES.items() if not entry.is_another_name}
-    assert set(found.frame["strategy"]) == names - moving_alike - federated - {"horovod", "async-diloco"}
-    assert found.unpriced == ("async-diloco", "fed-avg", "dp-fed-avg", "scaffold", "fed-bn", "fed-buff"), (
-        "with unknown data"
-    )
+    assert set(found.frame["strategy"]) == names - moving_alike - federated - {"horovod"}
+    assert found.unpriced == ("fed-avg", "dp-fed-avg", "scaffold", "fed-bn", "fed-buff"), "with unknown data"
 
 
 def test_the_best_needs_the_fewest_of_those_that_are_as_good() -> None:
@@ -196,7 +194,8 @@ def test_equal_curves_are_drawn_as_one() -> None:
     names = list(dict.fromkeys(tables["rate"].index))
     shared = next(name.split(" = ") for name in names if name.startswith("all-reduce"))
     assert len(shared) > 1
-    moving = [label for label in found.curves if ":" not in label and label != "single"]
+    left_out = ("single", "async-diloco")  # the one moves nothing, the other would be the ninth curve
+    moving = [label for label in found.curves if ":" not in label and label not in left_out]
     assert sorted(label for name in names for label in name.split(" = ") if ":" not in label) == sorted(moving)
     for one, other in itertools.combinations(names, 2):
         pairs = [(table.loc[[one]].to_numpy(), table.loc[[other]].to_numpy()) for table in tables.values()]

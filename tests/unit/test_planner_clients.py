@@ -156,9 +156,9 @@ def test_a_plan_has_clients_where_it_knows_how_much_data_they_share() -> None:
     found = plan(cluster_of(), replace(WORK, data_samples=6000), max_workers=4, num_checks=0)
     assert {"fed-avg", "dp-fed-avg", "scaffold"} <= set(found.frame["strategy"])
     assert {point.is_ranked for point in found.points if point.label == "fed-avg"} == {True, False}, "alone it ranks"
-    assert found.unpriced == ("async-diloco", "fed-bn", "fed-buff")
+    assert found.unpriced == ("fed-bn", "fed-buff")
     lines = [line for line in wording.answer(found) if line.startswith("Left out")]
-    assert len(lines) == 3
+    assert len(lines) == 2
     assert "Left out: fed-bn, which has clients keep layers" in " ".join(lines)
     unknown = plan(cluster_of(), replace(WORK, data_samples=0), max_workers=4, num_checks=0)
     assert "fed-avg" in unknown.unpriced

@@ -261,7 +261,7 @@ def test_a_plan_says_which_strategy_it_leaves_out() -> None:
     found = plan(cluster_of(4), WORK, num_checks=0)
     assert NAME not in set(found.frame["strategy"])
     said = wording.answer(found)
-    assert f"Left out: async-diloco and {NAME}, each of which does not say what it moves." in said
+    assert f"Left out: {NAME}, which does not say what it moves." in said
     assert any(
         line.startswith("Left out: fed-avg, dp-fed-avg and scaffold, each of which has clients, and") for line in said
     )

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
+
 _HERE = Path(__file__)
 _PATIENCE_S = 300.0
 
@@ -109,11 +111,16 @@ def _start_patiently(services: Any) -> None:
             try:
                 return look(*given, **named)
             except RuntimeError:
-                if time.monotonic() > until_s:
+                if time.monotonic() > until_s or _has_ended("raylet"):
                     raise
             time.sleep(0.1)
 
     services.get_node = get_node
+
+
+def _has_ended(name: str) -> bool:
+    """Whether a child with this name has ended, and this process has not asked for its status."""
+    return any(child.name() == name and child.status() == psutil.STATUS_ZOMBIE for child in psutil.Process().children())
 
 
 _LESS = {"ray._private.parameter": _leave_out_monitors, "ray._private.services": _start_patiently}

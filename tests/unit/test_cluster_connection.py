@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import ray
 
+from paceline.engines.ray.local_start import start_local
 from paceline.engines.ray.nodes import connected
 from paceline.errors import RunFailed
 
@@ -42,3 +46,44 @@ def test_a_client_server_that_dies_is_asked_again(
     else:
         with pytest.raises(RunFailed, match=DIED), connected(address, insecure=True):
             pass
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_ray_that_is_late_is_started_once_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failures: int
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def init(**options: object) -> None:
+        assert all(process.poll() is not None for process in started), "what failed is still there"
+        directory = str(options["_temp_dir"])
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", directory]))
+        if len(started) <= failures:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    try:
+        with (
+            nullcontext()
+            if failures == 1
+            else pytest.raises(TimeoutError, match="more than the 15 s.*the machine is busy")
+        ):
+            start_local(tmp_path)
+        assert len(started) == 2
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_a_ray_that_fails_otherwise_is_not_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def init(**options: object) -> None:
+        assert not tried
+        tried.append(True)
+        raise ValueError("no such option")
+
+    tried: list[bool] = []
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ValueError, match="no such option"):
+        start_local(tmp_path)

@@ -16,6 +16,7 @@ from paceline.engines.ray.allocated_node import OBJECT_STORE_BYTES, WORKER_NICEN
 from paceline.engines.ray.allocation import cluster_over
 from paceline.engines.ray.interrupts import hold_back_interrupts, keep_handlers
 from paceline.engines.ray.local_directory import RAYS_OWN, local_directory, same_directory
+from paceline.engines.ray.local_start import start_local
 from paceline.engines.ray.meeting_host import directory_of
 from paceline.engines.ray.tokens import jobs_token, own_token, require_token_mode, users_token
 from paceline.errors import RunFailed, UsageError
@@ -114,12 +115,11 @@ def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bo
             until_disconnected.enter_context(own_token())
             directory = until_disconnected.enter_context(local_directory())
             cores = len(os.sched_getaffinity(0))
-            ray.init(
-                address="local",
+            start_local(
+                Path(directory, RAYS_OWN),
                 num_cpus=cores,
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=os.path.join(directory, RAYS_OWN),
                 _system_config=_system_config(min(cores, num_workers)),
                 **common,
             )

@@ -67,7 +67,7 @@ def test_a_ray_that_is_late_is_started_once_more(
         with (
             nullcontext()
             if failures == 1
-            else pytest.raises(TimeoutError, match="more than the 15 s.*the machine is busy")
+            else pytest.raises(TimeoutError, match=r"more than the 15 s.*the machine is busy")
         ):
             start_local(tmp_path)
         assert len(started) == 2

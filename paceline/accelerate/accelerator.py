@@ -132,7 +132,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Any, **settings: Any) -> None:
         if self.training_loader is not None and self.num_processes > 1:
-            self.training_loader.require_begun()
+            self.training_loader.require_its_batch()
         super().backward(loss, **settings)
 
     @contextmanager

@@ -35,9 +35,10 @@ class TrainingLoader(StandIn, DataLoaderStateMixin):  # type: ignore[misc]
         self.gradient_state = GradientState()
         self._has_begun = False
 
-    def require_begun(self) -> None:
-        """Raises UsageError if no batch has been taken, but of other loaders, which are for evaluation."""
-        if not self._has_begun:
+    def require_its_batch(self) -> None:
+        """Raises UsageError where the script loops over another loader alone, which is for evaluation."""
+        active = [loader for loader in self.gradient_state.dataloader_references if loader is not None]
+        if not self._has_begun or (active and self not in active):
             raise UsageError(
                 "accelerator.backward: this batch is of a DataLoader that prepare took for one to evaluate on. Give "
                 "prepare the training DataLoader together with model and optimizer, and all others in a call of their "

@@ -175,8 +175,8 @@ class StrategyBody(WorldBody):
 
     def _agree_before_averages_stay(self, trainer: Any, module: Any) -> None:
         if self._averages:
-            with self._global_model():
-                """Which has them agree."""
+            with self._global_model():  # which has them agree
+                pass
 
     def _put_global_model_in_place(self, trainer: Any, module: Any) -> None:
         if self._is_prepared:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.errors import RunFailed
 from paceline.messages import ALL_SHARDS, VOID, Kind, Message, WireError, from_frames, to_frames
 from paceline.server import whole_pushes
 from paceline.server.part import Part
@@ -123,7 +124,7 @@ def apply(
             from_frames(entry.payload, [tensor for update in updates for tensor in update.gradients])
             core.tables.repeat(updates)
         elif what == _TABLES:
-            core.tables.receive(Message(_OF_TABLES[body["kind"]], 0, body=body["body"], payload=entry.payload))
+            _do_with_tables(core, Message(_OF_TABLES[body["kind"]], 0, body=body["body"], payload=entry.payload))
         elif what == _LEFT:
             for part in parts:
                 part.shard.leave(body["worker"])
@@ -142,6 +143,17 @@ def apply(
             raise ValueError(f"{what!r} is none")
     except (LookupError, TypeError, ValueError) as error:
         raise WireError(f"refused an entry of another copy: {error}") from None
+
+
+def _do_with_tables(core: ServerCore, message: Message) -> None:
+    """What the head has done already. Raises RunFailed where this host does not let a copy do it."""
+    try:
+        core.tables.receive(message)
+    except WireError as error:
+        raise RunFailed(
+            f"a copy of tables cannot do what the server before it has done: {error}; files of tables, and of "
+            "checkpoints, have to be where the hosts of all servers see them"
+        ) from error
 
 
 def _do_alone(actions: Iterable[object]) -> None:

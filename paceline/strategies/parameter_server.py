@@ -142,7 +142,7 @@ class ParameterServer(Strategy):
         return self.codec
 
     def table_files(self) -> TableFiles | None:
-        return table_files(self.table_dir, self.table_mbytes)
+        return table_files(self.table_dir, self.table_mbytes, num_copies=self.replicas)
 
     def admission_rule_beside(self, members: Membership) -> AdmissionRule:
         """Under ssp the first optimizer's clocks keep workers together, and with them what every other one has done."""

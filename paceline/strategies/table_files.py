@@ -18,8 +18,8 @@ def require_table_files(table_dir: str | None, table_mbytes: float | None) -> No
         raise UsageError(f"table_mbytes={table_mbytes:g} must be above 0, and needs table_dir=DIR")
 
 
-def table_files(table_dir: str | None, table_mbytes: float | None) -> TableFiles | None:
-    """What the options ask for; none: rows lie in memory."""
+def table_files(table_dir: str | None, table_mbytes: float | None, *, num_copies: int = 0) -> TableFiles | None:
+    """What the options ask for; none: rows lie in memory. Copies of others' rows share it with a server's own."""
     if table_dir is None:
         return None
-    return TableFiles(table_dir, int((table_mbytes or DEFAULT_TABLE_MBYTES) * 1e6))
+    return TableFiles(table_dir, int((table_mbytes or DEFAULT_TABLE_MBYTES) * 1e6 / (1 + num_copies)))

@@ -191,6 +191,26 @@ def test_the_loader_for_evaluation_may_come_first(tmp_path: Path) -> None:
         trained(tmp_path / "told", "all-reduce", tests_first=True)
 
 
+def look_then_train() -> None:
+    """It looks at one loader, which is taken for its training data, and trains on the other."""
+    from paceline.accelerate import Accelerator
+
+    accelerator, model = Accelerator(cpu=True), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    looked_at, trained_on = DataLoader(data(8), batch_size=2), DataLoader(data(8), batch_size=2)
+    looked_at, trained_on, model, optimizer = accelerator.prepare(looked_at, trained_on, model, optimizer)
+    for _ in looked_at:
+        pass
+    for x, y in trained_on:
+        accelerator.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+
+
+def test_a_loop_over_another_loader_is_told_after_the_first_was_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"training = accelerator\.prepare\(model, optimizer, training\)"):
+        local_engine.run(look_then_train, strategy="all-reduce", workers=2, out=tmp_path)
+
+
 @pytest.mark.parametrize("order", [["tests", "shuffled"], ["shuffled", "tests"], ["own", "shuffled"], ["shuffled"] * 2])
 def test_what_is_taken_for_training_data(order: list[str]) -> None:
     from paceline.accelerate.loader import training_data

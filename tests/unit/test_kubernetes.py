@@ -389,11 +389,17 @@ def test_the_command_refuses(
 @pytest.mark.parametrize(
     ("beside", "line", "said"),
     [
-        ("nets.py", "from nets import Net", "imports nets, which is in nets.py,"),
-        ("nets/__init__.py", "if True:\n    import torch, nets.small as small", "which is in nets/__init__.py,"),
+        ("nets.py", "from nets import Net", "line 1 .* imports nets, which is the module nets.py"),
+        ("nets/__init__.py", "if True:\n    import torch, nets.small as small", "line 2 .* is the package nets/"),
+        ("nets/small.py", "def run():\n    import nets.small", "line 2 .* is the package nets/"),
         ("nets.py", "import torch", None),
+        ("nets.py", "try:\n    import nets\nexcept ImportError:\n    nets = None", None),
+        ("nets.py", "import typing\nif typing.TYPE_CHECKING:\n    import nets", None),
+        ("torch/small.py", "import torch", None),  # the installed one is found
         ("train.py", "import train", None),  # itself
         ("nets.py", "this is no Python", None),
+        ("nets.py", f"x = {'-' * 200_000}1", None),
+        ("nets.py", f"import {'a' * 300}", None),
     ],
 )
 def test_a_script_with_modules_beside_it_is_not_sent_without_them(
@@ -405,7 +411,7 @@ def test_a_script_with_modules_beside_it_is_not_sent_without_them(
     if said is None:
         require_alone(script, line)
         return
-    with pytest.raises(UsageError, match=f"{said} and the job gets the script alone.*--script-in-image"):
+    with pytest.raises(UsageError, match=f"{said} beside it, and the job gets the script alone.*--script-in-image"):
         require_alone(script, line)
 
 

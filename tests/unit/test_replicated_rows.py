@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.errors import RunFailed
 from paceline.messages import Kind, Message, WireError, split_frames
+from paceline.server import entries
 from paceline.server.actions import Send
 from paceline.server.conversation import Conversation, hear
 from paceline.server.spec import Push
@@ -250,6 +252,16 @@ def test_rows_that_were_loaded_outlive_their_servers(hosts: str) -> None:
     net.run()
     for own, expected in zip(net.states(), source.states(), strict=True):
         assert_same(own, expected)
+
+
+def test_a_copy_that_does_not_see_the_files_says_so() -> None:
+    net = make_net("bsp", EXACT, hosts="three hosts")
+    (copy,) = net.chains.chains[0].servers[1:]
+    core, *_ = net.copies[copy, 0]
+    about = {"table": 0, "directory": "/nonesuch", "num_servers": 3, "server": 0, "files": [["rows", 1, 0]]}
+    entry = Message(Kind.REPLICATE, 0, body={"what": "tables", "kind": Kind.LOAD_ROWS.value, "body": about})
+    with pytest.raises(RunFailed, match=r"a copy of tables cannot do .* where the hosts of all servers see them"):
+        entries.apply(entry, core, entries.zeroed(core.parts), lambda _: None)
 
 
 def test_a_server_that_does_not_want_to_know_a_worker_ends_what_that_asks() -> None:

@@ -163,3 +163,10 @@ def test_options_without_meaning_are_refused(options: dict[str, str], error: str
 def test_the_bound_reaches_the_servers() -> None:
     plan = build("ps-asp", {"table_dir": "/tmp/x", "table_mbytes": "5"})
     assert plan.table_files() == TableFiles("/tmp/x", 5_000_000)
+
+
+@pytest.mark.parametrize(("replicas", "resident_bytes"), [(0, 60_000_000), (2, 20_000_000)])
+def test_the_key_ranges_of_a_server_share_its_memory(replicas: int, resident_bytes: int) -> None:
+    """Each one gives its pages back by a bound of its own."""
+    strategy = build("ps-asp", {"servers": 3, "replicas": replicas, "table_dir": "/rows", "table_mbytes": 60.0})
+    assert strategy.table_files() == TableFiles("/rows", resident_bytes)

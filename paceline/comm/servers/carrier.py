@@ -33,7 +33,7 @@ class Carrier(ABC):
     there."""
     takes_rows_along: bool = False
     """Gradients of rows go with the push that they belong to: on one host, where that saves a message; and where
-    servers are copied, since a push that is not answered is pushed again, to whoever has taken over."""
+    servers are copied, since those that went apart would be lost with the server that had them."""
     standing: Callable[[], str | None] | None = None
     """Calls `Collective.standing`; set while this worker waits until all have pushed."""
     carries_bytes: bool

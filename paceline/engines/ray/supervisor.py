@@ -96,7 +96,7 @@ class Supervisor:
                 raise RunFailed(f"interrupted, and the last checkpoint is not saved: {why}") from None
             raise Interrupted(self._directory, iteration_of(self._directory / FILE_NAME)) from None
         except PacelineError as failure:
-            with contextlib.suppress(KeyboardInterrupt):  # it ends anyway, and is to say why
+            with contextlib.suppress(KeyboardInterrupt, PacelineError):  # it ends anyway, and is to say why
                 self._abort(str(failure), lambda: not self._members.has_workers_pending)
             self._controller.event("failed", error=str(failure))
             raise

@@ -92,15 +92,16 @@ def _otherwise(copies: _Copies, wanted: Mapping[_Copy, set[Gradient]]) -> list[s
 
 
 def _copies(folder: Path, strikes: Sequence[Strike]) -> _Copies:
-    """What each server that is left has counted, by its own word: of servers without copies, as the run's records have
-    it, since none of them may die."""
+    """What each server that is left has counted, by its own word: of servers without copies, none of which says
+    anything, as the run's records have it, since none of them may die."""
     dead = {strike.who for strike in strikes if strike.is_deadly}
     found: dict[_Copy, Counter[Gradient]] = defaultdict(Counter)
-    for path in (each for each in (folder / "counted").iterdir() if each.name not in dead):
+    told = list((folder / "counted").iterdir())
+    for path in (each for each in told if each.name not in dead):
         for line in path.read_text().splitlines():
             key_range, shard, worker, clock = map(int, line.split())
             found[_Copy(path.name, key_range, shard)][worker, clock] += 1
-    if not found:
+    if not told:
         for update in read_records(folder / "out", UpdateRecord):
             found[_Copy(f"server-{update.server}", update.server, 0)][update.worker, update.clock] += 1
     return found

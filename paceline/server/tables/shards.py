@@ -41,7 +41,7 @@ class _Waiting(NamedTuple):
 
 
 class RowUpdate(NamedTuple):
-    """An update of a table's rows, which comes to the same wherever the table has come to the same before."""
+    """An update of a table's rows. It leaves equal copies of the table equal."""
 
     table: int
     gradients: RowGradients

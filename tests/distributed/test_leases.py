@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.elastic import Elastic
+from paceline.engines.ray import control
 from paceline.engines.ray.control import ControlLine
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.survival import Survival
@@ -46,6 +47,22 @@ def test_a_worker_ends_when_the_launcher_is_silent_and_not_while_it_waits_for_a_
     assert controller.finish_files(limit_s=60)
     assert not ended.is_set()
     assert ended.wait(60)
+    line.close()
+    controller.close()
+
+
+def test_that_training_has_begun_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever tells it may be the one who dies next."""
+    monkeypatch.setattr(control, "_PULSE_S", 600.0)
+    controller = Controller(tmp_path, host="127.0.0.1", epoch=1, on_output=lambda who, line: None)
+    line = ControlLine(controller.address, identity="worker-0", progress=lambda: 1, on_abort=lambda reason: None)
+    while "worker-0" not in controller.heard_s:
+        controller.turn(timeout_s=0.05)
+    line.emit(EventRecord("training", "run", 0, 0.0, {}))
+    until_s = time.monotonic() + 60
+    while controller.progress.phase != "training" and time.monotonic() < until_s:
+        controller.turn(timeout_s=0.05)
+    assert controller.progress.phase == "training"
     line.close()
     controller.close()
 

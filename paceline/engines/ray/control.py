@@ -98,6 +98,7 @@ class ControlLine(Reporter):
         self._records.append(record)
         if isinstance(record, (EvaluationRecord, EventRecord)):
             self._is_urgent = True
+            os.eventfd_write(self._wake, 1)  # at once: that training has begun is to be known if this process dies next
 
     def say(self, text: str) -> None:
         """Show a line of the script's output where the run was started."""
@@ -145,6 +146,7 @@ class ControlLine(Reporter):
     def close(self) -> None:
         """Send what is left, and end the thread."""
         self._is_closing.set()
+        os.eventfd_write(self._wake, 1)
         self._thread.join(timeout=_LAST_WORDS_S + 1)
 
     def _speak(self) -> None:

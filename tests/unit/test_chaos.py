@@ -376,7 +376,7 @@ def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> No
         for number in range(100):  # more than what other tests have left may close meanwhile
             files.enter_context((tmp_path / str(number)).open("w"))
         (told,) = judging.left(tmp_path, before)
-    assert 50 < int(told.removesuffix(" descriptors more are open than before the run")) <= 100
+    assert 50 < int(told.removesuffix(" descriptors more are open than before the run")) < 150
 
 
 @pytest.mark.parametrize(

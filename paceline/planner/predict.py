@@ -50,7 +50,7 @@ class Prediction:
     """Of the parameters, while every worker takes a step: more than one where not all workers' work is joined in one.
     Local steps are taken for updates by all workers that a round joins."""
     late_steps: float = 0.0
-    """Of others, between a worker's reading and when what it computed counts: on the average each takes as many."""
+    """How many steps others take, on the average, between when a worker reads and when what it computed counts."""
     step_s_low: float = 0.0
     step_s_high: float = 0.0
     """Bounds, where that is all that is known; else `step_s`. Of ssp: no faster than asp, no slower than bsp. Of both

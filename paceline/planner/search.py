@@ -378,7 +378,7 @@ def _knee(judge: _Judge, curve: Sequence[Point]) -> Knee:
 
 
 def _fewest_workers(strategy: Strategy, most: int) -> int:
-    """That the strategy, which can run with so many, can run with."""
+    """How few workers the strategy takes. It takes `most`."""
 
     def is_enough(num_workers: int) -> bool:
         try:

@@ -136,7 +136,7 @@ def table(found: Plan) -> Table:
     sooner = ["sooner"] if found.noise is not None else []
     for heading in ("strategy", "workers", "step, ms", "samples/s", *sooner, "efficiency", "binds"):
         is_text = heading in ("strategy", "binds")
-        # What is long gives way, so that no number is broken.
+        # Long texts are broken over lines, and no number is.
         shown.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     for point in found.best_of_each:
         best = point.prediction

@@ -169,7 +169,7 @@ class StrategyBody(WorldBody):
 
     @property
     def _averages(self) -> list[torch.nn.Module]:
-        """What Lightning's callbacks make of each worker's weights. Their mean is the average of the workers' mean."""
+        """The models in which Lightning's callbacks average this worker's weights over time."""
         kept = [getattr(callback, "_average_model", None) for callback in self.lightning_module.trainer.callbacks]
         return [average for average in kept if isinstance(average, torch.nn.Module)]
 

@@ -47,8 +47,8 @@ class Prediction:
     link_bytes: Mapping[str, float] = field(default_factory=dict)
     """In a step of all workers, through the most loaded link of each kind, the fuller direction."""
     updates_a_step: float = 1.0
-    """Of the parameters, while every worker takes a step: more than one where not all workers' work is joined in one.
-    Local steps are taken for updates by all workers that a round joins."""
+    """How often the parameters are updated while every worker takes a step: more than once where an update does not
+    join all workers' work. A round counts as an update for each local step of the workers that it joins."""
     late_steps: float = 0.0
     """How many steps others take, on the average, between when a worker reads and when what it computed counts."""
     step_s_low: float = 0.0

@@ -43,13 +43,18 @@ def _is_optional(node: ast.AST) -> bool:
     return any(error in ast.unparse(kind) for kind in caught for error in ("ImportError", "ModuleNotFoundError"))
 
 
+def _is_installed(name: str) -> bool:
+    found = find_spec(name)
+    return found is not None and found.origin is not None  # else it is a folder without __init__.py, such as this one
+
+
 def _beside(script: Path, name: str) -> str | None:
     """What Python finds under this name in the script's folder, which it looks through first."""
     module, package = script.with_name(f"{name}.py"), script.with_name(name)
-    with suppress(OSError):  # such as a name that is too long for a file
+    with suppress(OSError, ValueError):  # such as a name that is too long for a file
         if module.is_file() and module.resolve() != script.resolve():
             return f"the module {module.name}"
         # A folder without __init__.py is a package as well, where no other has its name.
-        if (package / "__init__.py").is_file() or (any(package.glob("*.py")) and find_spec(name) is None):
+        if (package / "__init__.py").is_file() or (any(package.glob("*.py")) and not _is_installed(name)):
             return f"the package {package.name}/"
     return None

@@ -203,7 +203,7 @@ class Holding:
 
     def _new_memory(self) -> InMemory:
         """For tables, which are opened once all workers have attached. Where there are copies, workers ask for rows and
-        push all gradients of them, for what they changed themselves no copy would hear of."""
+        push all gradients of them: copies would not hear of what workers changed themselves."""
         return RowsInView() if self.neighbours and self._replication is None else InMemory()
 
     def _do(self, actions: Iterator[CopyAction]) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -97,7 +97,7 @@ class Supervisor:
             raise Interrupted(self._directory, iteration_of(self._directory / FILE_NAME)) from None
         except PacelineError as failure:
             with contextlib.suppress(KeyboardInterrupt, PacelineError):  # it ends anyway, and is to say why
-                self._abort(str(failure), lambda: not self._members.has_workers_pending)
+                self._abort(str(failure))
             self._controller.event("failed", error=str(failure))
             raise
         finally:
@@ -296,13 +296,16 @@ class Supervisor:
             return f"its process ended{self._memory.told_since()}"
         return self._survival.why(server)
 
-    def _abort(self, reason: str, is_enough: Callable[[], bool]) -> None:
-        """Tell all who are left why the run ends, once, and let them end."""
+    def _abort(self, reason: str, *, besides: Collection[str] = ()) -> None:
+        """Tell all who are left why the run ends, once, and let their workers end, but these."""
         if self._is_urgent:
             return
         self._is_urgent = True
         self._controller.tell_all(Kind.ABORT, reason=reason)
-        self._gather(is_enough, limit_s=_GRACE_S)
+        members = self._members
+        self._gather(
+            lambda: set(members.pending.values()) <= {*besides, *members.servers, *members.dead}, limit_s=_GRACE_S
+        )
 
     def _remedy(self) -> str:
         iteration = iteration_of(self._directory / FILE_NAME)
@@ -356,7 +359,7 @@ class Supervisor:
         self._gather(lambda: self._members.has_cause, limit_s=_GATHER_S)
         members = self._members
         # Those who waited for the dead or the hanging say at which step they were.
-        self._abort("the run is ending because another member failed", lambda: not members.has_workers_pending)
+        self._abort("the run is ending because another member failed")
         raise judge(
             [self._statement(name) for name in members.actors],
             is_training=self._controller.progress.phase == "training",
@@ -373,10 +376,7 @@ class Supervisor:
             return
         hanging = [self._statement(name) for name in silent]
         text = ", ".join(f"{member.who} hangs after step {member.num_steps}" for member in hanging)
-        self._abort(
-            "the run is ending because another member hangs",
-            lambda: set(self._members.pending.values()) <= {*silent, *self._members.servers},
-        )
+        self._abort("the run is ending because another member hangs", besides=silent)
         raise RunFailed(
             f"{text}: no step for {deadline_s:g} s, while the others are done and wait; see what keeps it, or give a "
             "longer --deadline"
@@ -417,7 +417,7 @@ class Supervisor:
             # Whoever has not ended by now will not answer to a friendly word.
             self._is_urgent = self._members.has_workers_pending
         except RunFailed as failure:
-            self._abort(str(failure), lambda: not self._members.has_workers_pending)
+            self._abort(str(failure))
         except KeyboardInterrupt:
             self._is_urgent = True
 

@@ -95,7 +95,7 @@ class Campaign:
 
     @property
     def _traits(self) -> Traits:
-        """What holds of its runs."""
+        """The strategy's, in this campaign's runs."""
         return self.strategy.traits.when_elastic if self._is_elastic else self.strategy.traits
 
     @property
@@ -178,7 +178,7 @@ class Campaign:
         return Struck(folder, met, distance, (*wrong, *judging.left(folder, before)))
 
     def _lost(self, folder: Path, whole: Path, met: Sequence[Strike]) -> list[str]:
-        """What is lost that should not be, of members and of what they have done."""
+        """A line for each member that was lost unstruck, and for what does not count as in the undisturbed run."""
         lost = judging.losses(folder, met)
         if not self.strategy.traits.num_servers:
             return lost + judging.samples(folder, whole)

@@ -92,8 +92,8 @@ def _otherwise(copies: _Copies, wanted: Mapping[_Copy, set[Gradient]]) -> list[s
 
 
 def _copies(folder: Path, strikes: Sequence[Strike]) -> _Copies:
-    """What each server that is left has counted, by its own word: of servers without copies, none of which says
-    anything, as the run's records have it, since none of them may die."""
+    """Which gradients each server that is left has counted. Servers with copies write that down themselves. Servers
+    without copies write nothing, and none of them may die: the run's records say it."""
     dead = {strike.who for strike in strikes if strike.is_deadly}
     found: dict[_Copy, Counter[Gradient]] = defaultdict(Counter)
     told = list((folder / "counted").iterdir())

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import paceline
 from paceline import Result
+from paceline.records import Record, StepRecord
 from tests.distributed.harness import TRAIN, Command, is_training, wait_until
 from tests.distributed.local import Listener
 
@@ -61,6 +64,44 @@ def test_first_interrupt_saves_and_resume_goes_on(start, tmp_path: Path) -> None
     for rank in range(2):
         steps = [record.step for record in result.steps if record.worker == rank]
         assert steps == list(range(1, len(steps) + 1)), f"worker {rank} lost or repeated a step"
+
+
+class _LosesAnInterrupt(Listener):
+    """Has a Ctrl-C arrive inside of a finalizer, where Python throws away what its handler raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost: list[object] = []
+
+    def on_records(self, records: Sequence[Record]) -> None:
+        super().on_records(records)
+        if not self.lost and any(isinstance(record, StepRecord) for record in records):
+            _Finalized()
+
+    def note(self, unraisable: sys.UnraisableHookArgs) -> None:
+        self.lost.append(unraisable.exc_type)
+
+
+class _Finalized:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("ray_here")
+def test_an_interrupt_that_python_loses_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = _LosesAnInterrupt()
+    monkeypatch.setattr(sys, "unraisablehook", listener.note)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="interrupted; saved"):
+            paceline.run(
+                TRAIN, workers=2, out=tmp_path / "out", watcher=listener,
+                arguments=["--steps", "100000", "--step-s", "0.01"],
+            )  # fmt: skip
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert listener.lost == [KeyboardInterrupt]
 
 
 @SLOW

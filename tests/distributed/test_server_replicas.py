@@ -77,7 +77,8 @@ def test_the_model_is_that_of_the_undisturbed_run(start: Start, tmp_path: Path) 
         assert_equal(saved.optimizer, whole.optimizer)
         (lost,), (taken,) = of(out, "server_lost"), of(out, "taken_over")
         assert lost["who"] == f"server-{server}"
-        assert lost["details"] == {"process": pids(out)[lost["who"]], "key_ranges": [server], "left": 1}
+        process, why = pids(out)[lost["who"]], "its process ended"
+        assert lost["details"] == {"process": process, "why": why, "key_ranges": [server], "left": 1}
         assert taken["who"] == f"server-{1 - server}"
         assert taken["details"]["key_range"] == server
         assert taken["details"]["took_s"] < 30.0, "a tenth of the deadline"

@@ -4,8 +4,9 @@ import contextlib
 import math
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import final
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -71,3 +72,29 @@ def hold_back_interrupts(*, patience: float = math.inf) -> Iterator[None]:
             signal.signal(number, handler)
         if arrived:
             signal.raise_signal(arrived[0])
+
+
+@contextlib.contextmanager
+def note_interrupts(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` whenever an interrupt comes, before its handler raises anything.
+
+    What a handler raises is lost where Python has nobody to pass it to, as in a finalizer or a function that C calls.
+    Who has noted the interrupt can raise it again.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    found = {number: signal.getsignal(number) for number in _SIGNALS}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}  # others run no Python
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        note()
+        handlers[number](number, frame)
+
+    for number in handlers:
+        signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -17,7 +17,7 @@ from paceline.elastic import Elastic
 from paceline.engines.blame import Statement, judge
 from paceline.engines.ray import starting
 from paceline.engines.ray.controller import Controller
-from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts
+from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts, note_interrupts
 from paceline.engines.ray.job import Job
 from paceline.engines.ray.letting_go import LettingGo
 from paceline.engines.ray.liveness import MemoryKills, Watch
@@ -83,8 +83,9 @@ class Supervisor:
             Interrupted: the user interrupted the run, which has saved where it was if it could.
         """
         try:
-            self._start()
-            self._attend()
+            with note_interrupts(self._stop):
+                self._start()
+                self._attend()
             self._part()
             if self._letting_go is not None:
                 self._letting_go.end()
@@ -214,13 +215,16 @@ class Supervisor:
             if not self._traits.lock_step:  # there every wait has its deadline
                 self._require_steps()
 
+    def _stop(self) -> None:
+        self._is_asked_to_stop = True
+
     def _say(self, line: str) -> None:
         self._watcher.on_output("run", line)
 
     def _answer(self, request: Mapping[str, Any]) -> str:
         """What is said to a command from another terminal. Raises UsageError where it cannot be had."""
         if request.get("do") == "stop":
-            self._is_asked_to_stop = True
+            self._stop()
             return "the run saves itself, and ends"
         if request.get("do") == "progress":
             return self._controller.progress.to_json()

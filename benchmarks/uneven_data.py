@@ -4,8 +4,8 @@
     python benchmarks/uneven_data.py --epochs 20 --seeds 3
     python benchmarks/uneven_data.py --epochs 20 --rates 0.2
 
-16 workers with data sets of their own (recipes/low_bandwidth/uneven.py) train the conv net on MNIST on the virtual
-engine, each method with the best of three learning rates, found on a seed that is not judged; or all with one. They
+16 workers with data sets of their own (recipes/low_bandwidth/uneven.py) train the conv net on MNIST, or on
+CIFAR-10, on the virtual engine, each method with the best of three learning rates, found on a seed that is not judged; or all with one. They
 are studies in `studies`, which go on where they were.
 """
 
@@ -41,13 +41,17 @@ def conduct(alpha: float, args: argparse.Namespace) -> Study:
         tune=() if rate else [f"lr={args.rates}"],
         engine="virtual",
         cluster="lab-1gbe",
-        arguments=["--alpha", str(alpha), "--epochs", str(args.epochs), "--momentum", str(args.momentum), *rate],
-        out=args.out / f"uneven-data-{alpha}",
+        arguments=[
+            *("--dataset", args.dataset, "--alpha", str(alpha)),
+            *("--epochs", str(args.epochs), "--momentum", str(args.momentum), *rate),
+        ],
+        out=args.out / f"uneven-{args.dataset}-{alpha}",
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", choices=("mnist", "cifar10"), default="mnist")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--alphas", type=float, nargs="+", default=[1.0, 0.1, 0.01])
     parser.add_argument("--epochs", type=float, default=2)

@@ -116,6 +116,8 @@ class RunConfig:
     """The newest, and those before it."""
     keep_best: Best | None = None
     """Besides, the one that an evaluation found to be the best."""
+    copy_checkpoints: str | None = None
+    """The newest ones are copied to this address of fsspec's."""
     target: Target | None = None
     hold: int | None = None
     """Evaluations in a row that reach the target for it to count; none: as `training/holding.py` says."""

@@ -71,6 +71,12 @@ def run(
             help="Keep the best checkpoint, too, by a metric of the evaluation: accuracy, loss:min.", metavar="METRIC"
         ),
     ] = None,
+    copy_checkpoints: Annotated[
+        str | None,
+        typer.Option(
+            help="Copy the newest checkpoints to this address of fsspec's, too: s3://bucket/run-7.", metavar="URL"
+        ),
+    ] = None,
     target: common_options.Targets = None,
     hold: common_options.Hold = None,
     after_target: common_options.AfterTarget = "stop",
@@ -94,7 +100,13 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Result directory, new or empty.", show_default="a new one under runs/")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run of this result directory.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="Go on with the run of this result directory, or that copied its checkpoints to this URL.",
+            metavar="RUN",
+        ),
+    ] = None,
     resume_from: Annotated[
         str,
         typer.Option("--from", help="Which checkpoint to --resume: newest, best, or an iteration.", metavar="WHICH"),
@@ -124,7 +136,7 @@ def run(
         raise UsageError("--detach is for runs on real processes; leave it out, or use --engine ray")
     waiting, killed = detaching.detach() if detach else (None, None)
     if killed is not None:
-        out, resume, resume_from = None, killed.run, "newest"
+        out, resume, resume_from = None, str(killed.run), "newest"
     console = Console(stderr=True)
     if job_hosts.is_lent(console, engine=engine, address=address):
         return
@@ -143,7 +155,7 @@ def run(
 
         options = parse_options(option or [], where="--option")
         chosen = build(strategy, options)
-        directory = out or resume or launch.new_directory(chosen, workers=workers)
+        directory = out or launch.resumed_directory(resume) or launch.new_directory(chosen, workers=workers)
         settings: dict[str, str | int | float] = {
             "script": str(script),
             "arguments": shlex.join(arguments or ()),
@@ -175,6 +187,7 @@ def run(
                     checkpoint_every=checkpoint_every,
                     keep_checkpoints=keep_checkpoints,
                     keep_best=keep_best,
+                    copy_checkpoints=copy_checkpoints,
                     target=targets[-1] if targets else None,
                     hold=hold,
                     after_target=cast(AfterTarget, after_target),

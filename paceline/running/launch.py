@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -14,7 +14,6 @@ from rich.console import Console
 
 from paceline.attacks import parse
 from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE
-from paceline.checkpoint import Checkpoint
 from paceline.cluster import reading as cluster_file
 from paceline.cluster.description import Cluster
 from paceline.config import AfterTarget, Best, DeviceChoice, RunConfig, Target
@@ -29,7 +28,7 @@ from paceline.engines.standing import LauncherLost, Watcher
 from paceline.engines.virtual.job import VirtualJob
 from paceline.errors import UsageError, unknown
 from paceline.interval import Interval
-from paceline.running import machine_load, manifest, resuming, simulating, watching
+from paceline.running import checkpoint_copies, machine_load, manifest, resuming, simulating, watching
 from paceline.running.checks import check_metric
 from paceline.running.result import Result
 from paceline.strategies import build, name_of
@@ -44,6 +43,7 @@ _OF_STRATEGIES = {
     "--checkpoint-every": "checkpoint_every",
     "--keep-checkpoints": "keep_checkpoints",
     "--keep-best": "keep_best",
+    "--copy-checkpoints": "copy_checkpoints",
     "--target": "target",
     "--hold": "hold",
     "--after-target": "after_target",
@@ -77,6 +77,7 @@ def run(
     checkpoint_every: int | None = None,
     keep_checkpoints: int = 2,
     keep_best: str | Best | None = None,
+    copy_checkpoints: str | None = None,
     target: str | Target | None = None,
     hold: int | None = None,
     after_target: AfterTarget = "stop",
@@ -120,12 +121,15 @@ def run(
         keep_checkpoints: how many are kept, the newest among them.
         keep_best: a metric of the evaluation, as `accuracy`, `score:max` or `loss:min`, by which the best checkpoint is
             kept besides; every evaluation that finds a better model takes one.
+        copy_checkpoints: an address of fsspec's, as `s3://bucket/run-7`, to which the newest checkpoints are copied
+            beside training; it is of this run alone.
         out: the result directory, empty or new; none: one under `runs/`.
         elastic: `MIN:MAX`: workers may die, and the others go on while MIN are left; others may join, up to MAX.
         global_batch: of an elastic run: `keep` (an update is of as many samples as at the start) or `grow` (of as many
             as the workers that are there have in a batch each); none: `keep`, and `grow` under local updates.
         replace: of an elastic run: how often a new worker starts in the place of one that has died; none: never.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
+            Or an address that a run has copied its checkpoints to.
         resume_from: which of its checkpoints: `newest`, `best`, or an iteration. Where the newest is damaged, the one
             before is taken. In the same directory, later checkpoints and records are dropped.
         watcher: is told of progress and shown what scripts print; none: on a terminal and in a notebook a line of
@@ -156,6 +160,7 @@ def run(
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
         keep_best=Best.parse(keep_best) if isinstance(keep_best, str) else keep_best,
+        copy_checkpoints=copy_checkpoints,
         target=Target.parse(target) if isinstance(target, str) else target,
         hold=hold,
         after_target=after_target,
@@ -178,12 +183,12 @@ def run(
     check_metric(task, config.keep_best, what="metric of --keep-best")
     if resume is None and resume_from != resuming.NEWEST:
         raise UsageError("--from has no effect without --resume RUN")
-    found = resuming.find(Path(resume), resume_from) if resume is not None else None
+    found, run_before = _found(resume, resume_from)
     raw = checkpoint = None
     if found is not None:
         raw, checkpoint = found.raw, found.checkpoint
         resuming.require_fitting(found, num_workers=workers, seed=seed, elastic=survives)
-    directory = _directory(out, resume, checkpoint, plan, workers)
+    directory = _directory(out, run_before, plan, workers)
     path = task.path if isinstance(task, Script) else getattr(task, "__qualname__", repr(task))
     given = task.arguments if isinstance(task, Script) else ()
     described = manifest.describe_run(program=path, arguments=given, strategy=plan, num_workers=workers, config=config)
@@ -192,16 +197,16 @@ def run(
         described["cluster"] = asdict(virtual)
     else:  # a simulated clock does not mind who else computes
         described["load"] = machine_load.describe()
-    config = config.in_directory(directory, resumed_from=found.path.parent if found is not None else None)
-    is_continued = resume is not None and directory.resolve() == Path(resume).resolve()
-    continued = found if is_continued else None
+    config = config.in_directory(directory, resumed_from=run_before)
+    continued = found if run_before is not None and directory.resolve() == run_before.resolve() else None
+    copies = _copies(config, directory, described, found, resume)
     watched = nullcontext(watcher) if watcher is not None else _watched(f"{name_of(plan)} x {workers}", config, engine)
     try:
         at_start = None if checkpoint is None else checkpoint.data.get(AT_START, len(checkpoint.workers))
         if virtual is not None:
             job = VirtualJob(task, plan, workers, virtual, config, raw, at_start)
             try:
-                with watched as watcher:
+                with watched as watcher, copies(watcher):
                     _warn(watcher, found)
                     begin = partial(_begin, directory, described, continued)
                     began_s = 0.0 if checkpoint is None else checkpoint.time_s
@@ -210,9 +215,13 @@ def run(
                 gc.collect()  # models lie in reference cycles, which Python keeps: it counts objects, not bytes
             return Result(directory)
         _write_manifest(directory, described)
-        with watched as watcher, connected(address, insecure=insecure, num_workers=workers):
+        with (
+            watched as watcher,
+            copies(watcher),
+            connected(address, insecure=insecure, num_workers=workers),
+        ):
             _warn(watcher, found)
-            _go_back(continued)
+            _go_back(directory, continued)
             is_elsewhere = chosen_address(address) is not None or striking.VARIABLE in os.environ
             environment = own_environment() if is_elsewhere else {}
             real = Job(task, plan, workers, config, raw, environment, at_start, launcher_lost)
@@ -224,9 +233,39 @@ def run(
     return Result(directory)
 
 
+def _found(resume: str | Path | None, which: str | int) -> tuple[resuming.Found | None, Path | None]:
+    """The checkpoint to go on from, and the result directory that it lies in, if it does. Raises UsageError."""
+    if resume is None:
+        return None, None
+    before = resumed_directory(resume)
+    return checkpoint_copies.find(str(resume), which) if before is None else resuming.find(before, which), before
+
+
+def resumed_directory(resume: str | Path | None) -> Path | None:
+    """The result directory of the run to go on with, if that is what it is known by."""
+    return None if resume is None or checkpoint_copies.is_address(resume) else Path(resume)
+
+
+def _copies(
+    config: RunConfig,
+    directory: Path,
+    described: dict[str, Any],
+    found: resuming.Found | None,
+    resume: str | Path | None,
+) -> Callable[[Watcher], AbstractContextManager[None]]:
+    """What copies the run's checkpoints while it trains, if they are to be copied. Raises UsageError if they cannot."""
+    address = config.copy_checkpoints
+    if address is None:
+        return lambda _: nullcontext()
+    copies = checkpoint_copies.CheckpointCopies(address, directory, keep=config.keep_checkpoints)
+    is_own = resume is not None and checkpoint_copies.address_of(resume) == address
+    copies.claim(described, is_own=is_own, iteration=0 if found is None else found.checkpoint.iteration)
+    return lambda watcher: copies.kept(partial(watcher.on_output, "run"))
+
+
 def _begin(directory: Path, described: dict[str, Any], continued: resuming.Found | None) -> None:
     _write_manifest(directory, described)
-    _go_back(continued)
+    _go_back(directory, continued)
 
 
 def _warn(watcher: Watcher, found: resuming.Found | None) -> None:
@@ -234,14 +273,14 @@ def _warn(watcher: Watcher, found: resuming.Found | None) -> None:
         watcher.on_output("run", warning)
 
 
-def _go_back(continued: resuming.Found | None) -> None:
-    """The run goes on in its directory, if there is one to go on with."""
+def _go_back(directory: Path, continued: resuming.Found | None) -> None:
+    """The run goes on in its own directory, if there is one to go on with."""
     if continued is None:
         return
     try:
         resuming.drop_later(continued)
     except OSError as error:
-        raise _unwritable(continued.path.parent, error) from None
+        raise _unwritable(directory, error) from None
 
 
 def _watched(label: str, config: RunConfig, engine: str) -> AbstractContextManager[Watcher]:
@@ -356,13 +395,11 @@ def new_directory(strategy: Strategy, *, workers: int) -> Path:
     return Path("runs") / f"{stamp}-{name_of(strategy)}-{workers}"
 
 
-def _directory(
-    out: str | Path | None, resume: str | Path | None, checkpoint: Checkpoint | None, strategy: Strategy, workers: int
-) -> Path:
-    """Make the result directory, or take over the one to go on with."""
-    if resume is not None and checkpoint is not None and (out is None or Path(out).resolve() == Path(resume).resolve()):
-        requests.require_alone(Path(resume))
-        return Path(resume)
+def _directory(out: str | Path | None, before: Path | None, strategy: Strategy, workers: int) -> Path:
+    """Make the result directory, or take over `before`, the one to go on with."""
+    if before is not None and (out is None or Path(out).resolve() == before.resolve()):
+        requests.require_alone(before)
+        return before
     directory = Path(out) if out is not None else new_directory(strategy, workers=workers)
     try:
         directory.mkdir(parents=True, exist_ok=True)

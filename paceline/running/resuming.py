@@ -19,11 +19,17 @@ NEWEST, BEST = "newest", "best"
 class Found:
     """A checkpoint, and where it lies."""
 
-    path: Path
+    where: str
+    """Its path in a result directory, or an address that is none."""
     raw: bytes
     checkpoint: Checkpoint
     warnings: tuple[str, ...] = ()
     """Of newer ones that are damaged."""
+
+    @property
+    def path(self) -> Path:
+        """Of one in a result directory."""
+        return Path(self.where)
 
 
 def find(directory: Path, which: str | int = NEWEST) -> Found:
@@ -38,18 +44,18 @@ def find(directory: Path, which: str | int = NEWEST) -> Found:
     if which == NEWEST:
         return _newest_whole(directory)
     path = _of_iteration(directory, which)
-    return _read(path, at=None if which == BEST else _as_iteration(which))
+    return _read(path, at=None if which == BEST else as_iteration(which))
 
 
 def require_fitting(found: Found, *, num_workers: int, seed: int, elastic: Elastic | None) -> None:
     """Raises UsageError if this run cannot go on from there."""
-    path, checkpoint = found.path, found.checkpoint
+    where, checkpoint = found.where, found.checkpoint
     if elastic is None and "dealing" in checkpoint.data:
-        raise UsageError(f"{path} was saved by an elastic run; resume it with --elastic MIN:MAX, with any workers")
+        raise UsageError(f"{where} was saved by an elastic run; resume it with --elastic MIN:MAX, with any workers")
     if elastic is None and len(checkpoint.workers) != num_workers:
-        raise UsageError(f"{path} was saved with --workers {len(checkpoint.workers)}; resume with as many")
+        raise UsageError(f"{where} was saved with --workers {len(checkpoint.workers)}; resume with as many")
     if checkpoint.seed != seed:
-        raise UsageError(f"{path} was saved with --seed {checkpoint.seed}; resume with the same")
+        raise UsageError(f"{where} was saved with --seed {checkpoint.seed}; resume with the same")
 
 
 def drop_later(found: Found) -> None:
@@ -72,7 +78,7 @@ def _newest_whole(directory: Path) -> Found:
             warnings.append(str(error))
             continue
         taken = f"; the run goes on from {path}, of iteration {found.checkpoint.iteration}"
-        return Found(path, found.raw, found.checkpoint, tuple(f"{warning}{taken}" for warning in warnings))
+        return Found(found.where, found.raw, found.checkpoint, tuple(f"{warning}{taken}" for warning in warnings))
     assert damaged is not None
     raise damaged
 
@@ -81,7 +87,7 @@ def _of_iteration(directory: Path, which: str | int) -> Path:
     """Where it lies: under its number, as the newest, or as the best."""
     if which == BEST:
         return directory / checkpoint_files.BEST_NAME
-    iteration = _as_iteration(which)
+    iteration = as_iteration(which)
     known = {checkpoint_files.iteration_of(path): path for path in reversed(checkpoint_files.from_newest(directory))}
     if iteration in known:
         return known[iteration]
@@ -92,7 +98,8 @@ def _of_iteration(directory: Path, which: str | int) -> Path:
     raise UsageError(f"{directory} has no checkpoint of iteration {iteration}; there are {there or 'none'}")
 
 
-def _as_iteration(which: str | int) -> int:
+def as_iteration(which: str | int) -> int:
+    """Raises UsageError if it is no number."""
     try:
         return int(which)
     except ValueError:
@@ -118,4 +125,4 @@ def _read(path: Path, *, at: int | None = None) -> Found:
             require_whole(path.parent / checkpoint.rows_directory, files)
     except DamagedRows as error:
         raise DamagedCheckpoint(f"cannot resume from {path}: {error}") from None
-    return Found(path, raw, checkpoint)
+    return Found(str(path), raw, checkpoint)

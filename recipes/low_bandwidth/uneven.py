@@ -1,4 +1,4 @@
-"""Trains on MNIST where each worker has a data set of its own, whose labels are the more uneven the smaller `--alpha`.
+"""Trains where each worker has a data set of its own, whose labels are the more uneven the smaller `--alpha`.
 
 paceline run recipes/low_bandwidth/uneven.py --strategy relay --workers 16 --engine virtual --cluster lab-1gbe
 
@@ -66,6 +66,7 @@ class Own(IterableDataset[Batch]):
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--alpha", type=float, default=1.0, help="the smaller, the fewer labels a worker has")
+    parser.add_argument("--dataset", choices=("mnist", "cifar10"), default="mnist")
     parser.add_argument("--model", choices=NAMES, default="convnet")
     parser.add_argument("--epochs", type=float, default=5, help="passes over all workers' samples together")
     parser.add_argument("--batch-size", type=int, default=32, help="images per worker and step")
@@ -77,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     worker = paceline.init()
-    data = load("mnist")
+    data = load(args.dataset)
     parts = shared_out(data.train.labels, worker.size, alpha=args.alpha, seed=torch.initial_seed())
     num_steps = int(args.epochs * len(parts[0]) / args.batch_size)
     own = Own(

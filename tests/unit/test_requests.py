@@ -128,7 +128,7 @@ def test_the_state_of_a_run(tmp_path: Path, names, files, state: str) -> None:
 def test_a_run_that_goes_on_has_no_model_of_its_end_before(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(resuming.checkpoint_files, "go_back", lambda *_, **__: None)
-    resuming.drop_later(resuming.Found(tmp_path / "checkpoint.bin", b"", SimpleNamespace(iteration=1)))
+    resuming.drop_later(resuming.Found(str(tmp_path / "checkpoint.bin"), b"", SimpleNamespace(iteration=1)))
     write_run(tmp_path, ["started", "interrupted", "started"])
     assert state_of(Result.open(tmp_path)) == "cut off"
 

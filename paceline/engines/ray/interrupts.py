@@ -84,7 +84,7 @@ def note_interrupts(note: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    found = {number: signal.getsignal(number) for number in _SIGNALS}
+    found = {int(number): signal.getsignal(number) for number in _SIGNALS}
     handlers = {number: handler for number, handler in found.items() if callable(handler)}  # others run no Python
 
     def pass_on(number: int, frame: FrameType | None) -> None:

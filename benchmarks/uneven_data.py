@@ -4,9 +4,9 @@
     python benchmarks/uneven_data.py --epochs 20 --seeds 3
     python benchmarks/uneven_data.py --epochs 20 --rates 0.2
 
-16 workers with data sets of their own (recipes/low_bandwidth/uneven.py) train the conv net on MNIST, or on
-CIFAR-10, on the virtual engine, each method with the best of three learning rates, found on a seed that is not judged; or all with one. They
-are studies in `studies`, which go on where they were.
+16 workers with data sets of their own (recipes/low_bandwidth/uneven.py) train the conv net on MNIST, or on CIFAR-10, on
+the virtual engine, each method with the best of three learning rates, found on a seed that is not judged; or all with
+one. They are studies in `studies`, which go on where they were.
 """
 
 from __future__ import annotations

@@ -32,11 +32,13 @@ def calls(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def losses(folder: Path, strikes: Sequence[Strike]) -> list[str]:
-    """Whoever was struck and nobody else is to have been lost."""
-    lost = {event.who for event in read_records(folder / "out", EventRecord) if event.name in _LOSSES}
+    """Whoever was struck and nobody else is to have been lost, or given up as it joined, where the run ended first."""
+    events = read_records(folder / "out", EventRecord)
+    lost = {event.who for event in events if event.name in _LOSSES}
+    given_up = {event.who for event in events if event.name == "given_up"}
     struck = {who for strike in strikes if strike.is_deadly for who in _struck_with(folder, strike)}
     told = [f"{who} was lost, and not struck" for who in sorted(lost - struck)]
-    return told + [f"{who} was struck, and its loss not noticed" for who in sorted(struck - lost)]
+    return told + [f"{who} was struck, and its loss not noticed" for who in sorted(struck - lost - given_up)]
 
 
 def on_other_hosts(folder: Path) -> list[list[str]]:

@@ -239,8 +239,9 @@ def test_losses_are_found(tmp_path: Path) -> None:
         "worker-2 was lost, and not struck",
         "worker-1 was struck, and its loss not noticed",
     ]
+    event = {"name": "given_up", "who": "worker-3", "iteration": 4, "time_s": 0.0, "details": {}}
     with (right / "out" / "events.jsonl").open("a") as file:
-        json.dump({"name": "given_up", "who": "worker-3", "iteration": 4, "time_s": 0.0, "details": {}}, file)
+        file.write(json.dumps(event) + "\n")
     strikes = [Strike("worker-0", "x", 1, "kill"), Strike("worker-3", "takes a state", 1, "stop")]
     assert judging.losses(right, strikes) == [], "the run ended before the joiner's silence was noticed"
     (wrong / "committed" / "worker-1").write_text("[2, [0, 7]]\n")

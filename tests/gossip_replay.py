@@ -141,7 +141,7 @@ class Replay:
                 slow, update = self._slow[rank]
                 slow.grad = slow.detach() - vector.float()
                 update.step()
-                vector = slow.detach()  # noqa: PLW2901
+                vector = slow.detach()
             self.workers[rank].vector = vector.float()
 
     def _average(self, ranks: Sequence[int], values: Tensor, number: int) -> Tensor:

@@ -65,6 +65,7 @@ class Elastic:
             try:
                 check(number)
             except UsageError as error:
+                bounds = f"{self.at_least}:{self.at_most}"
                 raise UsageError(
-                    f"--elastic {self.at_least}:{self.at_most}: of {number} workers, as the run may come to have, {error}"
+                    f"--elastic {bounds}: the run may come to have {number} workers, for which it is refused: {error}"
                 ) from None

@@ -309,7 +309,8 @@ def _require_survivable(
     elastic.require_each(lambda number: plan.check(num_workers=number))
     if elastic.global_batch == "keep" and not traits.lock_step:
         own = "each worker takes its own steps, as many as it has batches"
-        why = own if traits.outlives_workers else "an exchange is of as many local steps of each worker, whoever is there"
+        joint = "an exchange is of as many local steps of each worker, whoever is there"
+        why = own if traits.outlives_workers else joint
         raise UsageError(f"--global-batch keep: under {name_of(plan)} {why}; use --global-batch grow")
     if traits.outlives_workers and is_simulated:
         raise UsageError(f"--elastic under {name_of(plan)} is for real processes so far; leave --engine virtual out")

@@ -335,7 +335,7 @@ class _GossipSynchronizer(Synchronizer):
         recovery.commit()
 
     def _count(self, *, exchanged: bool) -> None:
-        """A step is over. Where workers come and go, it counts with the exchange that follows: all pause there alone."""
+        """A step is over. Where workers come and go, it counts with the exchange after it; all pause there alone."""
         self._since = self._steps if exchanged else self._since
         self.iteration = self._steps if self.context.recovery is None else self._since
 

@@ -1,6 +1,7 @@
 """What an elastic run is asked for."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Self, final, get_args
 
@@ -57,3 +58,14 @@ class Elastic:
                 f"--elastic {self.at_least}:{self.at_most} is for {self.at_least} to {self.at_most} workers, and the "
                 f"run would start with --workers {num_workers}"
             )
+
+    def require_each(self, check: Callable[[int], None]) -> None:
+        """Raises UsageError for a number of workers that the run may come to, if `check` raises one for it."""
+        for number in range(self.at_least, self.at_most + 1):
+            try:
+                check(number)
+            except UsageError as error:
+                bounds = f"{self.at_least}:{self.at_most}"
+                raise UsageError(
+                    f"--elastic {bounds}: the run may come to have {number} workers, for which it is refused: {error}"
+                ) from None

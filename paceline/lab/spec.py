@@ -35,6 +35,12 @@ def _file_name(text: str) -> str:
     return plain if plain == text else f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
+def _require_elastic(elastic: Elastic, strategy: Strategy, workers: int) -> None:
+    """Raises UsageError for a number of workers that such a run cannot have."""
+    elastic.require(num_workers=workers)
+    elastic.require_each(lambda number: strategy.check(num_workers=number))
+
+
 _EXTENSIBLE = ("strategies", "workers", "seeds")
 _INCIDENTAL = ("script", "address", "insecure", "deadline_s")
 """May change while a study goes on: where the same text lies, where the cluster is to be found today, and how long a
@@ -259,7 +265,7 @@ class StudySpec:
                 try:
                     variant.strategy.check(num_workers=workers)
                     if self.elastic is not None and variant.strategy.traits.repeats_steps:
-                        Elastic.parse(self.elastic).require(num_workers=workers)
+                        _require_elastic(Elastic.parse(self.elastic), variant.strategy, workers)
                     require_attackable(parse(self.attacks), variant.strategy.traits, num_workers=workers)
                     if self.cluster is not None:
                         num_servers = variant.strategy.traits.num_servers

@@ -341,12 +341,15 @@ def _require_survivable(
         raise UsageError(
             f"strategy {name_of(plan)} cannot go on without a worker that dies so far; --elastic is for all-reduce "
             "with algorithm=auto, no codec, and aggregate=mean, for local updates (local-sgd, slowmo, diloco) "
-            "with fragments=1, delay=0, alpha=0, no codec, and aggregate=mean, and for ps-bsp, ps-ssp and ps-asp "
+            "with fragments=1, delay=0, alpha=0, no codec, and aggregate=mean, for gossip, sgp, relay and noloco "
+            "without a codec, and for ps-bsp, ps-ssp and ps-asp "
             "without backup_workers, torn_reads, combine=always and a codec, and with aggregate=mean"
         )
+    elastic.require_each(lambda number: plan.check(num_workers=number))
     if elastic.global_batch == "keep" and not traits.lock_step:
         own = "each worker takes its own steps, as many as it has batches"
-        why = own if traits.outlives_workers else "a round has as many local steps of each worker, whoever is there"
+        joint = "an exchange is of as many local steps of each worker, whoever is there"
+        why = own if traits.outlives_workers else joint
         raise UsageError(f"--global-batch keep: under {name_of(plan)} {why}; use --global-batch grow")
     if traits.outlives_workers and is_simulated:
         raise UsageError(f"--elastic under {name_of(plan)} is for real processes so far; leave --engine virtual out")

@@ -80,7 +80,7 @@ class Torus(Undirected, name="torus"):
     def near(self, rank: int, size: int) -> Collection[int]:
         rows = self.rows or next(count for count in range(math.isqrt(size), 0, -1) if size % count == 0)
         if size % rows:
-            raise ValueError(f"{size} workers make no torus of {rows} rows")
+            raise ValueError(f"{size} workers make no torus of {rows} rows; without rows= it takes any number")
         columns = size // rows
         row, column = divmod(rank, columns)
         beside = {row * columns + (column + hop) % columns for hop in (-1, 1)}
@@ -121,7 +121,7 @@ class Hypercube(Undirected, name="hypercube"):
 
     def near(self, rank: int, size: int) -> Collection[int]:
         if size & (size - 1):
-            raise ValueError(f"a hypercube has a power of two of workers, not {size}")
+            raise ValueError(f"a hypercube has a power of two of workers, not {size}; exponential takes any number")
         return [rank ^ 1 << bit for bit in range(size.bit_length() - 1)]
 
 

@@ -1,4 +1,4 @@
-"""Strikes of many kinds at given and at drawn places, over all-reduce, local updates and servers."""
+"""Strikes of many kinds at given and at drawn places, over all-reduce, local updates, gossip and servers."""
 
 from __future__ import annotations
 
@@ -56,6 +56,21 @@ def test_nothing_is_lost_in_rounds_whoever_dies(start: Callable[..., Command], t
     output = command.wait()
     assert command.status == 0, output
     assert ", 0 wrong; again: --schedule" in output
+
+
+@pytest.mark.timeout(900)
+def test_nothing_is_lost_between_neighbours_whoever_dies(start: Callable[..., Command], tmp_path: Path) -> None:
+    """Connections that are cut; one dies before it sends its model, another when it has received those of others."""
+    strikes = [
+        strike("worker-1", "sends its model", 7, "cut"),
+        strike("worker-2", "sends its model", 12, "kill"),
+        strike("worker-0", "has the result", 20, "segfault"),
+    ]
+    settings = ["--strategy", "gossip", "--workers", 4, "--schedule", scheduled(tmp_path, (strikes, 1))]
+    command = start("chaos", DEMO, *settings, "--out", tmp_path / "out", "--", "--epochs", 2)
+    output = command.wait()
+    assert command.status == 0, output
+    assert "2 deaths in 1 run, 0 wrong" in output
 
 
 @pytest.mark.timeout(900)

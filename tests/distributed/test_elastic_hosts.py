@@ -19,12 +19,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.namespaces import SWITCH, Host, Network
+from paceline.topology import Ring
 from tests.distributed.harness import PACELINE, SCRIPTS, pids, wait_until
 from tests.distributed.own_network import own_network
 from tests.distributed.test_elastic import of, require_each_sample_once, require_same_model, undisturbed
+from tests.distributed.test_elastic_gossip import make
+from tests.distributed.test_elastic_gossip import require_replayed as require_replayed_exchanges
 from tests.distributed.test_elastic_rounds import require_replayed
 from tests.distributed.test_elastic_servers import require_whole, updates
 from tests.distributed.test_joining import held, iterations_of, joined
+from tests.gossip_replay import Replay
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -164,6 +168,21 @@ def workers_join_and_die_in_rounds(network: Network, address: str, directory: Pa
     require_replayed(out, strategy="diloco")
 
 
+def workers_join_and_die_between_neighbours(network: Network, address: str, directory: Path) -> None:
+    """As in rounds, under gossip."""
+    given = ["--epochs", 3, *held(4), "--fail", "1:9:kill"]
+    process, out = start(
+        network, address, directory, *given, workers=3, samples=96, step_s=0.02, options=["--strategy", "gossip"]
+    )
+    wait_for(process, out, num_steps=4)
+    assert "3 workers train; 1 more start" in scale(network, out, 4)
+    go_on(process, out, held_at=(4,))
+    end(process)
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
+    assert joined(out) == [3]
+    require_replayed_exchanges(out, Replay(make, Ring()), epochs=3)
+
+
 def nobody_goes_on_alone_on_the_other_side(network: Network, address: str, directory: Path) -> None:
     """It needs nobody else for its steps, and the launcher's run is over: there are never two."""
     process, out = start(network, address, directory, "--fail", "0:4:kill", workers=2, step_s=0.05)
@@ -231,6 +250,7 @@ def test_workers_join_and_none_is_left_alone(four_hosts: Network, tmp_path: Path
     address = network.start_ray(3)
     workers_join_on_a_host_that_comes(network, address, tmp_path / "joins")
     workers_join_and_die_in_rounds(network, address, tmp_path / "rounds")
+    workers_join_and_die_between_neighbours(network, address, tmp_path / "neighbours")
     chaos_strikes_links_and_nodes(network, address, tmp_path / "chaos")
     nobody_goes_on_alone_on_the_other_side(network, address, tmp_path / "alone")
 

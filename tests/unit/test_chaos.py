@@ -109,7 +109,8 @@ def test_workers_and_servers_are_struck_in_one_run_and_apart(monkeypatch) -> Non
         ("ps-bsp", {"servers": 2, "replicas": 1}, True, {"worker": 2, "server": 1}),
         ("ps-bsp", {"servers": 2, "replicas": 1}, False, {"server": 1}),
         ("ps-ssp", {"servers": 2}, True, {"worker": 2}),
-        ("gossip", {}, True, {}),
+        ("gossip", {}, True, {"worker": 2}),
+        ("ad-psgd", {}, True, {}),
     ],
 )
 def test_the_roles_are_those_that_a_run_survives(strategy: str, options, is_elastic: bool, struck) -> None:
@@ -387,7 +388,7 @@ def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> No
 @pytest.mark.parametrize(
     ("strategy", "options", "given", "words"),
     [
-        ("gossip", {}, {}, "strategy gossip: chaos strikes workers under all-reduce, local updates and servers"),
+        ("ad-psgd", {}, {}, "strategy ad-psgd: chaos strikes workers under all-reduce, local updates, gossip and"),
         (
             "ps-bsp",
             {"servers": 2, "combine": "always"},

@@ -228,7 +228,13 @@ def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
         ({"strategy": "ps-asp", "global_batch": "keep"}, "takes its own steps"),
         ({"strategy": "ps-bsp", "engine": "virtual", "cluster": "lab-1gbe"}, "is for real processes so far"),
         ({"strategy": "all-reduce:codec=int8"}, "cannot go on without a worker"),
-        ({"strategy": "gossip"}, "strategy gossip cannot go on"),
+        ({"strategy": "ad-psgd"}, "strategy ad-psgd cannot go on"),
+        ({"strategy": "gossip:codec=int8"}, "for gossip, sgp, relay and noloco without a codec"),
+        (
+            {"strategy": "gossip:topology=hypercube", "elastic": "2:4"},
+            "may come to have 3 workers, for which .*: a hypercube has a power of two .* exponential takes any number",
+        ),
+        ({"strategy": "gossip", "global_batch": "keep"}, "as many local steps of each worker"),
         ({"strategy": "diloco:fragments=2"}, "for local updates .* with fragments=1, delay=0"),
         ({"strategy": "des-loc"}, "strategy des-loc cannot go on"),
         (

@@ -80,7 +80,7 @@ def script(reform: ByFile, *, rank: int, features: int = 2, strategy: str = "all
         num_at_start=1,
     )
     elastic = Elastic(at_least=1, at_most=2, global_batch="keep" if strategy == "all-reduce" else "grow")
-    options = {} if strategy == "all-reduce" else {"every": "1"}
+    options = {} if strategy in ("all-reduce", "gossip") else {"every": "1"}
     session = Session(context, build(strategy, options), RunConfig(elastic=elastic), NullReporter())
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(4, features), nn.BatchNorm1d(features))
@@ -168,6 +168,26 @@ def test_who_is_handed_a_result_applies_it_and_not_its_own(monkeypatch, tmp_path
     assert (reform.frames, reform.members, behind.session.run.iteration) == ((), (), 1)
     behind.step([next(batches)[1]])  # it regroups before that
     assert [member.applied for member in reform.members] == [1]
+
+
+def test_who_has_all_messages_mixes_on_others_word(monkeypatch, tmp_path: Path) -> None:
+    """Under gossip the others' result is that all have their messages, and how many steps they have made: this
+    worker's local step stays."""
+    monkeypatch.setattr(AloneCollective, "completes_alike", False)
+    ahead, lone = (script(ByFile(tmp_path), rank=0, strategy="gossip") for _ in range(2))
+    _, x = next(iter(ahead.loader))
+    ahead.step([3 * x + 1])
+    reform = HandedOn(tmp_path, frames=tuple(bytes(frame) for frame in ahead.session._survivor.last_result()))
+    behind = script(reform, rank=0, strategy="gossip")
+    behind.session.run.prepared.synchronizer._is_apart = True
+    batches, others = iter(behind.loader), iter(lone.loader)
+    for wanted in ([], [1]):  # it regroups before the second
+        behind.step([next(batches)[1]])
+        lone.step([next(others)[1]])
+        for own, theirs in zip(behind.model.parameters(), lone.model.parameters(), strict=True):
+            assert torch.equal(own, theirs)
+        assert [member.applied for member in reform.members] == wanted
+    assert (reform.frames, behind.session.run.iteration) == ((), 2)
 
 
 @pytest.mark.parametrize(("others_met", "meetings"), [(1, 2), (2, 1)])

@@ -70,8 +70,8 @@ class Campaign:
         name = name_of(self.strategy)
         if not self._roles:
             raise UsageError(
-                f"strategy {name}: chaos strikes workers under all-reduce, local updates and servers, as --elastic has "
-                "them, and servers with replicas=R, more than R of them"
+                f"strategy {name}: chaos strikes workers under all-reduce, local updates, gossip and servers, as "
+                "--elastic has them, and servers with replicas=R, more than R of them"
             )
         if not self._is_elastic and self.at_least is not None:
             raise UsageError(f"--at-least has no effect under {name}, where servers are struck; --elastic strikes both")

@@ -21,6 +21,7 @@ from paceline.server.client_core import ClientCore
 from paceline.server.spec import Push
 from paceline.strategies.base import StepOutcome
 from paceline.strategies.exchange import Exchange
+from paceline.strategies.gossip.links import Links
 from paceline.strategies.outer_model import OuterModel
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.repeating import Repeating
@@ -43,6 +44,8 @@ AMONG_WORKERS = Places(
         "gives its part": (Exchange, "start"),
         "waits for gradients": (Overlap, "end"),
         "waits for changes": (OuterModel, "wait"),
+        "sends its model": (Links, "start"),
+        "waits for models": (Links, "settle"),
         "has the result": (Survivor, "commit"),
     },
     after_a_death={"has stopped": (Reforming, "_told"), "goes on with others": (Dealt, "resize")},

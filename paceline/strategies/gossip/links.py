@@ -42,6 +42,14 @@ class Links:
         self.are_busy = True
         self._overlap.begin()
 
+    def lead_among(self, collective: Collective) -> None:
+        """Other workers are there, and nothing is under way among them. What was, is given up."""
+        self._collective = collective
+        self._overlap.end()
+        self._works.clear()
+        self._lost.clear()
+        self.are_busy = False
+
     def settle(self) -> None:
         """Nothing is on its way any more; what has come is still to be waited for."""
         self._overlap.end()

@@ -36,6 +36,12 @@ class Mixer(ABC):
     def mix(self, step: int, lost: Collection[int] = ()) -> None:
         """Join what is there with this worker's own. Nothing came from the senders in `lost`."""
 
+    def regroup(self, rank: int, size: int) -> None:
+        """So many take part from here on, and this worker has this place among them. All begin anew with the values
+        that they have: what is on its way counts no more, and may still be written where it was to be put."""
+        self.rank, self.size = rank, size
+        self._received = []
+
     def update(self, step: Callable[[], object]) -> None:
         """Have the optimizer step on this worker's own values."""
         step()

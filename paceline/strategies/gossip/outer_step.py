@@ -52,6 +52,11 @@ class OuterStep(Mixer):
         for slow, values in zip(self._slow, self.own.values, strict=True):
             values.copy_(slow.detach())
 
+    def regroup(self, rank: int, size: int) -> None:
+        """The round goes on: slow weights and the outer optimizer's state are this worker's own."""
+        super().regroup(rank, size)
+        self._averaging.regroup(rank, size)
+
     def state(self) -> dict[str, Tensor]:
         outer = export_state(self._optimizer, self._slow)
         slow = {f"{_SLOW}{place}": parameter.detach() for place, parameter in enumerate(self._slow)}

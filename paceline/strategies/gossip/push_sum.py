@@ -69,6 +69,11 @@ class PushSum(Mixer):
         weigh(self.own, parcels, kept / total, {sender: weight / total for sender, weight in gained.items()})
         self._weight.fill_(total)
 
+    def regroup(self, rank: int, size: int) -> None:
+        """With weights of 1, which add up to the number of workers again: one who dies takes its weight along."""
+        super().regroup(rank, size)
+        self._weight.fill_(1.0)
+
     def update(self, step: Callable[[], object]) -> None:
         push(self.own, self.weight, step)
 

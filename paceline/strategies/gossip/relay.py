@@ -31,10 +31,14 @@ class Relay(Mixer):
 
     def __init__(self, topology: Topology, own: Parcel, *, rank: int, size: int) -> None:
         super().__init__(topology, own, rank=rank, size=size)
-        near = self.near(0).receives_from
-        self._came = {other: own.alike() for other in near}
-        self._sent = {other: own.alike() for other in near}
         own.number = 1.0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing has come over any link yet."""
+        near = self.near(0).receives_from
+        self._came = {other: self.own.alike() for other in near}
+        self._sent = {other: self.own.alike() for other in near}
 
     def outgoing(self, step: int) -> Mapping[int, Parcel]:
         for receiver, parcel in self._sent.items():
@@ -53,6 +57,11 @@ class Relay(Mixer):
         for values in self.own.values:
             values.div_(self.own.number)
         self.own.number = 1.0
+
+    def regroup(self, rank: int, size: int) -> None:
+        """Along another tree, where sums are those of no models at first."""
+        super().regroup(rank, size)
+        self._begin()
 
     def state(self) -> dict[str, Tensor]:
         return {f"came.{other}": parcel.buffer for other, parcel in self._came.items()}

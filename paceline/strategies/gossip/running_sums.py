@@ -38,13 +38,17 @@ class RunningSums(Mixer):
     def __init__(self, topology: Topology, own: Parcel, *, rank: int, size: int) -> None:
         super().__init__(topology, own, rank=rank, size=size)
         self._weight = torch.ones(1, dtype=torch.float64)
-        layout = in_double(own.layout)
-        self._dtypes = [segment.dtype for segment in layout.segments]
+        self._layout = in_double(own.layout)
+        self._dtypes = [segment.dtype for segment in self._layout.segments]
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing was sent over any link yet."""
 
         def one_each(others: Iterable[int]) -> dict[int, Parcel]:
-            return {other: Parcel(layout, own.buffer.device) for other in sorted({*others})}
+            return {other: Parcel(self._layout, self.own.buffer.device) for other in sorted({*others})}
 
-        steps = [self.near(step) for step in range(topology.period(size))]
+        steps = [self.near(step) for step in range(self.topology.period(self.size))]
         receivers = {other for near in steps for other in near.sends_to}
         senders = {other for near in steps for other in near.receives_from}
         self._sums, self._leaving = one_each(receivers), one_each(receivers)
@@ -82,6 +86,12 @@ class RunningSums(Mixer):
         for values, total in zip(self.own.values, totals, strict=True):
             values.copy_(total.div_(weight))
         self._weight.fill_(weight)
+
+    def regroup(self, rank: int, size: int) -> None:
+        """As push-sum, over links that begin anew."""
+        super().regroup(rank, size)
+        self._weight.fill_(1.0)
+        self._begin()
 
     def update(self, step: Callable[[], object]) -> None:
         push(self.own, self.weight, step)

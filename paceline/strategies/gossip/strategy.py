@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, final, get_args
 
+import torch
 from torch import Tensor, nn
 
 from paceline.codec import Auto, Codec, TensorCodec
 from paceline.comm.base import Timing
-from paceline.errors import UsageError
+from paceline.errors import PeerLost, UsageError
+from paceline.messages import from_frames, to_frames
 from paceline.outer import Momentum, Outer, require_in_range
 from paceline.schedule import Every
 from paceline.strategies.base import (
     Context,
+    Recovery,
     StepOutcome,
     Strategy,
     Synchronizer,
@@ -42,6 +45,7 @@ from paceline.strategies.gossip.relay import Relay, require_tree
 from paceline.strategies.gossip.running_sums import RunningSums
 from paceline.strategies.gossip.shared_estimates import SharedEstimates
 from paceline.strategies.own_state import OwnState, load_replica, of_replica
+from paceline.strategies.regrouping import ResultHandedOn
 from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
 from paceline.strategies.traits import Neighbouring, Traits
 from paceline.topology import Ring, Topology
@@ -171,6 +175,7 @@ class Gossip(Strategy):
             lock_step=False,
             traffic=(moved,),
             workers_differ=True,
+            repeats_steps=self.codec is None,
             own_scores=self.own_scores,
             missing_messages=mixer.missing_messages,
             passes_attacks=True,
@@ -197,13 +202,20 @@ class _GossipSynchronizer(Synchronizer):
         self._links = Links(context.collective, context.pacing)
         self._momentum = QuasiGlobal(self._model, strategy.quasi_global) if strategy.quasi_global else None
         self._weight = 1.0
+        self._has_samples = True
         self._coding = Timing()
+        self._steps = 0
+        self._since = 0  # of these, until the exchange before, by which all count exchanges
+        self._is_apart = False  # somebody is gone or comes, and those who are there have not met yet
+        self._agreed = torch.zeros(1, dtype=torch.int64)
+        if context.recovery is not None:
+            context.recovery.last_result = lambda: to_frames([self._agreed])
 
     def _plain_mixer(self) -> Mixer:
-        strategy, context, own = self._strategy, self.context, self._model.parcel
+        strategy, among, own = self._strategy, self.context.collective, self._model.parcel
         if strategy.mode == "outer":
-            return OuterStep(strategy.topology, own, rank=context.rank, size=context.size, outer=strategy.outer)
-        return _MIXERS[strategy.mode](strategy.topology, own, rank=context.rank, size=context.size)
+            return OuterStep(strategy.topology, own, rank=among.rank, size=among.size, outer=strategy.outer)
+        return _MIXERS[strategy.mode](strategy.topology, own, rank=among.rank, size=among.size)
 
     def _coded_mixer(self, codec: Codec) -> Mixer:
         strategy, context, own = self._strategy, self.context, self._model.parcel
@@ -242,13 +254,16 @@ class _GossipSynchronizer(Synchronizer):
         return (*self._links.timings, self._coding)
 
     def set_weight(self, weight: float) -> None:
+        self._has_samples = weight > 0
+        if not self._has_samples:  # it has nothing of its own, and trains on what is another's
+            return
         self._model.scale_gradients(self._weight / weight)  # what was accumulated counts with its own batch's weight
         self._weight = weight
 
     def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         if self._momentum is not None:
             raise UsageError("quasi_global changes the gradients that are there; give step() no closure")
-        policy, step = self._strategy.nonfinite, self.iteration + 1
+        policy, step = self._strategy.nonfinite, self._steps + 1
         return checked(partial(self._weighed, closure), self.replica, policy, rank=self.context.rank, step=step)
 
     def _weighed(self, closure: Callable[[], Any]) -> Any:
@@ -260,12 +275,13 @@ class _GossipSynchronizer(Synchronizer):
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         require_same_parameters(self.replica)
-        self._model.require_in_place(rank=self.context.rank, step=self.iteration + 1)
+        self._model.require_in_place(rank=self.context.rank, step=self._steps + 1)
         applies = self.gradients_are_spent or may_step(
-            self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self.iteration + 1
+            self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self._steps + 1
         )
-        self._model.corrupt(self.context, step=self.iteration)
-        is_due = bool(self._schedule.due(self.iteration + 1))
+        applies = applies and self._has_samples
+        self._model.corrupt(self.context, step=self._steps)
+        is_due = bool(self._schedule.due(self._steps + 1))
         if is_due:
             self.require_joint_step()
         self._model.scale_gradients(self._weight)
@@ -280,20 +296,94 @@ class _GossipSynchronizer(Synchronizer):
         if self._momentum is not None:
             self._momentum.end()
         self._model.scale_gradients(1 / self._weight)  # for a script that adds to them
-        self.iteration += 1
+        self._steps += 1
+        self._count(exchanged=is_due)
         if is_due:
             self._choose()
-        if self._strategy.order == "awc" and self._schedule.due(self.iteration + 1):
-            self._start()
+        self._start_early()
         applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
         return StepOutcome(self.iteration, staleness=0 if applies else -1)
 
     def _exchange(self) -> None:
+        recovery = self.context.recovery
+        if recovery is None:
+            self._mix(self._received())
+        else:
+            self._commit(recovery, self._steps + 1)
+
+    def _commit(self, recovery: Recovery, steps: int) -> None:
+        """Exchange until nobody dies in it or joins, each time among those who are there, and mix when all have what
+        they need for it. Local steps stay as they were made. `steps`: that all have made until then, if known here."""
+        lost: set[int] = set()
+        self._is_apart = self._is_apart or recovery.has_given
+        while True:
+            try:
+                if self._is_apart:
+                    self.rejoin(recovery.regroup())
+                lost = self._received()
+                agreed = torch.tensor([steps])
+                self.context.collective.all_reduce(agreed, op="max").wait()
+                break
+            except PeerLost:
+                self._is_apart = True
+            except ResultHandedOn as handed:  # the others have mixed, since this worker, too, had received everything
+                agreed = torch.zeros(1, dtype=torch.int64)
+                from_frames(handed.frames, [agreed])
+                break
+        self._agreed = agreed
+        self._mix(lost)
+        recovery.commit()
+
+    def _count(self, *, exchanged: bool) -> None:
+        """A step is over. Where workers come and go, it counts with the exchange after it; all pause there alone."""
+        self._since = self._steps if exchanged else self._since
+        self.iteration = self._steps if self.context.recovery is None else self._since
+
+    def end_round(self) -> None:
+        """Where workers come and go, an exchange ends each pass, so that its samples count in it."""
+        if self.context.recovery is not None and self._steps > self._since:
+            self._commit(self.context.recovery, self._steps)
+            self._count(exchanged=True)
+
+    def leave(self) -> None:
+        self.end_round()
+
+    def enter(self) -> None:
+        """With the parameters that another worker had when the others' round began."""
+        assert self.context.recovery is not None
+        self._commit(self.context.recovery, 0)
+        self._steps = int(self._agreed)
+        self._count(exchanged=True)
+        self._start_early()
+
+    def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
+        self.context = context
+        if facts is not None:
+            self.facts = facts
+        self._links.lead_among(context.collective)
+        self._mixer.regroup(context.collective.rank, context.collective.size)
+        self._is_apart = False
+
+    def _received(self) -> set[int]:
+        """Returns whose messages are lost."""
         if not self._links.are_busy:
             self._start()
-        lost = self._links.wait()
+        return self._links.wait()
+
+    def _mix(self, lost: set[int]) -> None:
         with self._counted(self._mixer.coding_s(self._number)[1]):
             self._mixer.mix(self._number, lost)
+
+    def _start_early(self) -> None:
+        """With `awc` messages move while the next gradient is computed."""
+        if self._strategy.order == "atc" or not self._schedule.due(self._steps + 1) or self._is_apart:
+            return
+        try:
+            self._start()
+        except PeerLost:
+            if self.context.recovery is None:
+                raise
+            self._is_apart = True
 
     def _start(self) -> None:
         with self._counted(self._mixer.coding_s(self._number)[0]):
@@ -313,7 +403,7 @@ class _GossipSynchronizer(Synchronizer):
     @property
     def _number(self) -> int:
         """Of the next exchange, or the one under way."""
-        return self.iteration // self._strategy.every
+        return self._since // self._strategy.every
 
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
@@ -329,6 +419,7 @@ class _GossipSynchronizer(Synchronizer):
 
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
         super().restore(state, own, iteration=iteration)
+        self._steps = self._since = iteration
         load_replica(self.replica, own)
         kept = {name.removeprefix(_KEPT): tensor for name, tensor in own.items() if name.startswith(_KEPT)}
         self._mixer.load(kept)

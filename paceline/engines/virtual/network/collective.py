@@ -250,7 +250,11 @@ class VirtualCollective(Collective):
         self.timing.waiting_s += waiting_s
         self.timing.communication_s += elapsed_s - waiting_s
 
-    def _fail(self, error: PacelineError) -> PacelineError:
+    def broken_off(self, error: PacelineError) -> PacelineError:
+        """The error for what this rank has waited for, and for all that it would begin."""
+        if isinstance(error, PeerLost):
+            self.lost_since_s = self.lost_since_s or self._waited_since_s
+        error = type(error)(str(error))
         self._failure = self._failure or error
         return error
 
@@ -280,9 +284,7 @@ class _OperationWork(Work):
         self._is_over = True
         operation = self._operation()
         if operation.error is not None:
-            if isinstance(operation.error, PeerLost):
-                collective.lost_since_s = collective.lost_since_s or collective._waited_since_s
-            raise collective._fail(type(operation.error)(str(operation.error)))
+            raise collective.broken_off(operation.error)
         assert operation.exchange is not None
         collective.timing.moved_bytes += int(operation.exchange.sent_bytes[rank])
         if self._copy_back is not None:
@@ -333,7 +335,7 @@ class _MessageWork(Work):
         self._collective._wait(message.done, lambda: self._what, lambda: message.sent_s)
         self._is_over = True
         if isinstance(message, Awaited) and message.error is not None:
-            raise message.error
+            raise self._collective.broken_off(message.error)
         if self._copy_back is not None:
             self._copy_back()
 

@@ -69,7 +69,7 @@ class Awaited:
 
     target: Tensor
     sent_s: float | None = None
-    """When what came was sent."""
+    """When what came was sent; without an end where nothing comes any more."""
     is_lost: bool = False
     error: PacelineError | None = None
     done: Signal = field(default_factory=Signal)
@@ -136,12 +136,15 @@ class Meeting:
 
     def lose(self, reason: str) -> None:
         """A rank is gone, or takes no further part. What all have come to is completed by all that are left, and
-        nothing else: so either all have a result or nobody has."""
+        nothing else: so either all have a result or nobody has. Messages that have not come do not come any more."""
         self._lost = reason
         for operation in self._operations.values():
             if len(operation.calls) < self.size and operation.error is None:
                 operation.error = PeerLost(reason)
                 self._break_off(operation)
+        for places in self._awaited.values():
+            while places:
+                self._give_up(places.popleft(), reason)
 
     def _break_off(self, operation: Operation) -> None:
         for call in operation.calls.values():
@@ -171,8 +174,15 @@ class Meeting:
 
     def receive(self, source: int, destination: int, awaited: Awaited) -> None:
         pair = source, destination
+        if self._lost is not None and not self._parcels.get(pair):
+            self._give_up(awaited, self._lost)
+            return
         self._awaited.setdefault(pair, deque()).append(awaited)
         self._match(pair)
+
+    def _give_up(self, awaited: Awaited, reason: str) -> None:
+        awaited.error, awaited.sent_s = PeerLost(reason), math.inf
+        awaited.done.fire(self._timeline)
 
     def _deliver(self, pair: tuple[int, int], parcel: Parcel) -> None:
         parcel.done.fire(self._timeline)

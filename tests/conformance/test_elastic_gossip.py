@@ -1,0 +1,152 @@
+"""Gossip while simulated hosts fail and others come: the model is what one process makes of the same exchanges."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.cluster.description import Cluster
+from paceline.elastic import Elastic
+from paceline.outer import Momentum
+from paceline.running.result import Result
+from paceline.topology import Chain, OnePeerExponential, RandomPairs, Ring, Star
+from paceline.training.elastic import Survivor
+from paceline.training.sharding.dealt import Dealt
+from paceline.training.sharding.part import Part, Place
+from tests.conformance.test_virtual_failures import CLUSTER, FAILING, SPOT, named
+from tests.gossip_replay import Batch, Replay, Replica
+
+EPOCHS, SAMPLES, WORKERS = 3, 96, 4
+
+
+class Committed(NamedTuple):
+    epoch: int
+    """Of the membership."""
+    parts: dict[int, list[Batch]]
+
+
+def make() -> Replica:
+    generator = torch.Generator().manual_seed(1)
+    inputs, labels = torch.randn(SAMPLES, 10, generator=generator), torch.arange(SAMPLES) % 4
+    torch.manual_seed(3)
+    model = nn.Linear(10, 4)
+    return Replica(model, SGD(model.parameters(), lr=0.1, momentum=0.5), inputs, labels)
+
+
+@pytest.fixture
+def committed(monkeypatch: pytest.MonkeyPatch) -> dict[int, Committed]:
+    """What each exchange that all have applied was made of, with the weights at which batches were handed out."""
+    found: dict[int, Committed] = {}
+    handed_out: dict[int, list[Batch]] = defaultdict(list)
+    commit, parts = Survivor.commit, Dealt.parts
+
+    def noted(dealt: Dealt, place: Place) -> Iterator[Part]:
+        for part in parts(dealt, place):
+            own = list(dealt.under_way[-1].parts[dealt._place])
+            handed_out[dealt._rank].append((own, part.weight))
+            yield part
+
+    def written(survivor: Survivor) -> bool:
+        member = survivor._member
+        batches = [batch for batch in handed_out.pop(member.rank, []) if batch[1]]
+        is_complete = commit(survivor)
+        one = found.setdefault(survivor._member.applied, Committed(member.membership.epoch, {}))
+        assert one.epoch == member.membership.epoch
+        one.parts[member.rank] = batches
+        return is_complete
+
+    monkeypatch.setattr(Survivor, "commit", written)
+    monkeypatch.setattr(Dealt, "parts", noted)
+    return found
+
+
+def train(out: Path, strategy: str, *, cluster: Cluster, epochs: int = EPOCHS, **elastic: Any) -> Result:
+    def script() -> None:
+        worker = paceline.init()
+        mine = make()
+        data = TensorDataset(mine.inputs, mine.labels)
+        loader = DataLoader(data, batch_size=4, shuffle=True)
+        model, optimizer, loader = worker.prepare(mine.model, mine.optimizer, loader)
+        worker.evaluation(lambda model: {"zero": 0.0})
+        for _ in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    settings = {"at_least": 1, "at_most": 6, "replacements": 50, "global_batch": "grow", **elastic}
+    return paceline.run(
+        script,
+        strategy=strategy,
+        workers=WORKERS,
+        engine="virtual",
+        cluster=cluster,
+        elastic=Elastic(**settings) if elastic.get("at_least", 1) else None,
+        out=out,
+    )
+
+
+def require_replayed(result: Result, committed: dict[int, Committed], replay: Replay) -> None:
+    """Each sample counts once an epoch, and the mean model is what one process makes of the exchanges."""
+    counted = Counter(i for each in committed.values() for part in each.parts.values() for own, _ in part for i in own)
+    assert counted == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
+    assert result.evaluations[-1].samples == EPOCHS * SAMPLES
+    for number in sorted(committed):
+        replay.exchange(committed[number].parts, epoch=committed[number].epoch)
+    saved = load_file(result.directory / "model.safetensors")
+    own = torch.cat([saved[name].reshape(-1) for name, _ in make().model.named_parameters()])
+    torch.testing.assert_close(own, replay.mean(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "replay"),
+    [
+        ("gossip", Replay(make, Ring())),
+        ("gossip:order=awc", Replay(make, Ring(), order="awc")),
+        ("gossip:topology=star:every=3", Replay(make, Star(), every=3)),
+        ("gossip:every=2:order=awc", Replay(make, Ring(), every=2, order="awc")),
+        ("sgp", Replay(make, OnePeerExponential(), mode="push-sum")),
+        ("gossip:mode=push-sum:topology=star", Replay(make, Star(), mode="push-sum")),
+        ("gossip:mode=running-sums:topology=star", Replay(make, Star(), mode="push-sum")),
+        ("relay", Replay(make, Chain(), mode="relay")),
+        ("noloco:every=3", Replay(make, RandomPairs(), mode="outer", every=3, outer=Momentum(lr=0.7, momentum=0.5))),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_hosts_fail_and_others_come(tmp_path: Path, committed, strategy: str, replay: Replay) -> None:
+    result = train(tmp_path / "run", strategy, cluster=FAILING)
+    assert len(named(result, "lost")) > 1
+    assert any(event["joined"] for event in named(result, "reformed"))
+    require_replayed(result, committed, replay)
+
+
+def test_with_notice_nobody_is_lost(tmp_path: Path, committed) -> None:
+    result = train(tmp_path / "run", "gossip", cluster=SPOT)
+    assert len(named(result, "left")) > 1
+    assert named(result, "lost") == []
+    require_replayed(result, committed, Replay(make, Ring()))
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "gossip:order=awc", "sgp"])
+def test_while_nobody_dies_it_is_the_static_run(tmp_path: Path, strategy: str) -> None:
+    """Bit for bit. Each exchange has an all-reduce of 8 bytes beside its messages: six messages one after the other on
+    four hosts, of 50 us each."""
+    static, elastic = (
+        train(tmp_path / name, strategy, cluster=CLUSTER, at_least=least) for name, least in (("static", 0), ("on", 1))
+    )
+    expected = load_file(static.directory / "model.safetensors")
+    for name, tensor in load_file(elastic.directory / "model.safetensors").items():
+        assert torch.equal(tensor, expected[name])
+    more_s = (elastic.training_time_s - static.training_time_s) / (EPOCHS * SAMPLES / 16)
+    assert more_s == pytest.approx(6 * 50e-6, rel=0.02)

@@ -128,6 +128,16 @@ class Worker:
         self._session.set_evaluation(function)
         return function
 
+    def saves_itself(self, how: str) -> None:
+        """Say, before `prepare`, that this script saves and loads checkpoints of its own. The run then writes none that
+        `--resume` would take, and says `how` to go on where it is interrupted or fails, such as "run it again with
+        another --out, and --load CHECKPOINT". The first call counts.
+
+        Raises:
+            UsageError: the run is asked for checkpoints, or to go on from one.
+        """
+        self._session.leave_saving_to_script(how)
+
     def log(self, **metrics: float | Tensor) -> None:
         """Record numbers of this step, such as `loss=loss`."""
         self._session.log(metrics)
@@ -140,6 +150,12 @@ class Worker:
     def is_over(self) -> bool:
         """Whether the run's budget or target is reached: the loader gives nothing more, and no step counts."""
         return self._session.run.has_ended
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether this worker has heard that the user, or the batch system, wants the run to end; others may not yet
+        have."""
+        return self._session.run.reporter.stop_requested()
 
     def end_step(self) -> None:
         """Do now what lies between two steps, such as a pause that is due, so that `is_over` is up to date; otherwise

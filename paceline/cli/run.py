@@ -77,6 +77,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Of the model, the data order and every random generator.")] = 0,
     device: common_options.Device = "auto",
     deadline: common_options.Deadline = 300.0,
+    start_deadline: common_options.StartDeadline = 120.0,
     strict: Annotated[
         bool, typer.Option("--strict", help="Compare the workers' parameters after every step, not only now and then.")
     ] = False,
@@ -181,6 +182,7 @@ def run(
                     seed=seed,
                     device=cast(DeviceChoice, device),
                     deadline_s=deadline,
+                    start_deadline_s=start_deadline,
                     strict=strict,
                     attack=attack or (),
                     elastic=elastic,

@@ -19,6 +19,7 @@ from paceline.strategies.base import Strategy
 from paceline.training.detaching import Detaching
 from paceline.training.evaluation import Evaluation
 from paceline.training.given import told_apart
+from paceline.training.integer_means import average_integers, has_integer_mean
 from paceline.training.session import Session
 from paceline.training.trees import TreeOp, all_reduce_tree, broadcast_tree
 
@@ -207,9 +208,13 @@ class Worker:
         self._collective.barrier()
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Tensor:
-        """Reduce over all workers, in place; returns the tensor, without the history that it may have."""
+        """Reduce over all workers, in place; returns the tensor, without the history that it may have. A mean of
+        integers truncates towards zero; a sum or product of theirs that is too large for their dtype wraps around."""
         self._session.require_same_step("all_reduce")
-        self._collective.all_reduce(tensor, op=op).wait()
+        if op == "mean" and has_integer_mean(tensor):
+            average_integers(self._collective, tensor)
+        else:
+            self._collective.all_reduce(tensor, op=op).wait()
         return self._detaching.written("all_reduce", tensor)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> Tensor:

@@ -19,10 +19,11 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-import paceline
 from paceline.checkpoint import FILE_NAME
+from paceline.engines.scripting import read_script
 from paceline.lab.study import Study
 from paceline.scheduler import expand
+from tests.conformance import local_engine
 from tests.distributed.harness import events
 from tests.ports import free_port
 from tests.unit.test_scheduler import hostlists
@@ -328,8 +329,8 @@ def test_a_job_of_lightnings_goes_on_from_lightnings_checkpoint(slurm: Slurm, tm
     parts = [results.with_name(f"{results.name}-before-1"), results]
     assert sum(len((part / "steps.csv").read_text().splitlines()) - 1 for part in parts) == 2 * 160
     assert not any((part / FILE_NAME).exists() for part in parts)
-    (tmp_path / "whole").mkdir()
-    paceline.run(tmp_path / "train.py", arguments=["0"], workers=2, out=tmp_path / "whole")
+    whole = read_script(tmp_path / "train.py", ["0"])
+    local_engine.run(whole, strategy="all-reduce", workers=2, out=tmp_path / "whole")
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (results / "model.safetensors").read_bytes()
 
 

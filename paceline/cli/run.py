@@ -17,8 +17,9 @@ from paceline.running.watching import ProgressLine
 
 _NOTHING_TRAINED = (
     "Nothing was trained under Paceline: the script made no step with what worker.prepare returned. It needs "
-    "paceline.init() and worker.prepare(model, optimizer, loader); see docs/script.md. Steps of other frameworks "
-    "are not recorded, and Keras' fit by itself exchanges nothing between workers (docs/other-frameworks.md)."
+    "paceline.init() and worker.prepare(model, optimizer, loader); see docs/script.md. Loops of other "
+    "frameworks say worker.begin_step(samples); without it steps are not recorded, and --max-steps and --max-time end "
+    "nothing. Keras' fit by itself exchanges nothing between workers (docs/other-frameworks.md)."
 )
 _NOTHING_STEPPED = (
     "No step was recorded: the script made none with an hvd.DistributedOptimizer, which strategy horovod records."

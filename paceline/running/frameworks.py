@@ -7,13 +7,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-import paceline
 from paceline.engines.world import current
 from paceline.errors import UsageError
 from paceline.strategies import build, name_of, settings_of
 from paceline.strategies.global_model import average as average_over_workers
 from paceline.training.sharding import RoundBatches, ShardedLoader
-from paceline.training.worker import Worker
+from paceline.training.worker import Worker, init
 
 
 def join(how: str) -> Worker:
@@ -22,7 +21,7 @@ def join(how: str) -> Worker:
     Raises:
         UsageError: the run's loop must be the script's, or checkpoints Paceline's.
     """
-    worker = paceline.init()
+    worker = init()
     world = current()
     assert world is not None
     if worker.strategy.traits.by_script:

@@ -20,6 +20,7 @@ from paceline.training.detaching import Detaching
 from paceline.training.evaluation import Evaluation
 from paceline.training.given import told_apart
 from paceline.training.integer_means import average_integers, has_integer_mean
+from paceline.training.own_loop import OwnLoop
 from paceline.training.session import Session
 from paceline.training.trees import TreeOp, all_reduce_tree, broadcast_tree
 
@@ -62,8 +63,9 @@ class Worker:
         """What the run trains under; `single` where nobody launched it."""
         self._collective = context.collective
         self._session = Session(context, world.strategy, world.config, world.reporter, world.checkpoint)
+        self._own_loop = OwnLoop(self._session.run, is_resumed=world.checkpoint is not None)
         self._detaching = Detaching(rank=context.rank, tell=self._session.run.tell)
-        world.at_end.append(self._session.finish)
+        world.at_end += [self._own_loop.end, self._session.finish]
         world.at_release.append(self._session.release)
         world.progress = lambda: self._session.run.steps
         world.awaits_others = lambda: self._session.run.awaits_others
@@ -163,6 +165,19 @@ class Worker:
         that happens when the script asks for its next batch."""
         self._session.course.settle()
 
+    def begin_step(self, samples: int) -> bool:
+        """For loops that train what is not torch's, by `all_reduce_tree`: a step begins, and the one before is over. So
+        the run has records of steps, and ends by --max-steps, --max-time and Ctrl-C: False says that it is over, on all
+        workers at once. A step is an iteration. Collective call.
+
+        Args:
+            samples: that this worker takes in the step.
+
+        Raises:
+            UsageError: the run is asked for what needs a model of `prepare`'s, or has one.
+        """
+        return self._own_loop.begin(samples)
+
     def meeting(self, place: str) -> AbstractContextManager[None]:
         """Inside, all workers are between two steps at this place of the script, off the training clock, so that what
         needs all of them is possible, as in `with worker.meeting("validation"): ...`. Each worker must come to the
@@ -236,7 +251,8 @@ class Worker:
                 exchanged; or workers are not at the same step.
         """
         self._session.require_same_step("all_reduce_tree")
-        return all_reduce_tree(self._collective, self._detaching.given("all_reduce_tree", tree), op=op)
+        with self._own_loop.exchanging():
+            return all_reduce_tree(self._collective, self._detaching.given("all_reduce_tree", tree), op=op)
 
     def broadcast_tree(self, tree: Any, root: int = 0) -> Any:
         """The root's values of a tree of arrays, as a new tree: see `all_reduce_tree`. Leaves may be bools too."""

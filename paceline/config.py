@@ -126,6 +126,8 @@ class RunConfig:
     device: DeviceChoice = "auto"
     deadline_s: float = 300.0
     """How long any wait for a peer may take."""
+    start_deadline_s: float = 120.0
+    """How long processes may take to start, with their imports of torch."""
     strict: bool = False
     """Lock-step workers compare their parameters after every step."""
     attacks: tuple[str, ...] = ()
@@ -139,7 +141,8 @@ class RunConfig:
     """Workers may die, and the others go on."""
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "checkpoint_every", "keep_checkpoints", "hold", "max_time_s", "deadline_s"):
+        counts = ("max_steps", "checkpoint_every", "keep_checkpoints", "hold")
+        for name in (*counts, "max_time_s", "deadline_s", "start_deadline_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"{name.removesuffix('_s').replace('_', '-')} must be positive, not {value}")

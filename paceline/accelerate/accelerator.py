@@ -13,12 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-import paceline
 from paceline.accelerate.group import join_group
 from paceline.accelerate.loader import TrainingLoader, training_data
 from paceline.accelerate.weights import apart, load_weights
 from paceline.errors import UsageError
-from paceline.running.frameworks import begin, require_possible
+from paceline.running.frameworks import begin, join
 from paceline.training.sharding import RoundBatches
 
 _FILE = "paceline.bin"
@@ -59,8 +58,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
-        self._worker = paceline.init()
-        require_possible(self._worker.strategy)
+        self._worker = join("accelerator.load_state(...)")
         join_group(self._worker)
         is_cpu = self._worker.device.type == "cpu"
         if settings.setdefault("cpu", is_cpu) != is_cpu:
@@ -155,6 +153,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.rounds is not None:
             self.rounds.require_between(place)
         return self._worker.meeting(place)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run's budget is used up, or it is asked to end: the training loader gives nothing more. All
+        workers ask at the same place."""
+        with self.meeting("accelerator.is_over"):
+            return self._worker.is_over
 
     @_together
     def gather(self, tensor: Any) -> Any:

@@ -47,6 +47,7 @@ EvalEveryAlike = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Deadline = Annotated[float, typer.Option(help="Seconds that any wait for a peer may take.")]
+StartDeadline = Annotated[float, typer.Option(help="Seconds that workers and servers may take to start.")]
 Targets = Annotated[
     list[str] | None,
     typer.Option(

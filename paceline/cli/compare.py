@@ -54,6 +54,7 @@ def compare(
     eval_every: common_options.EvalEveryAlike = None,
     device: common_options.Device = "auto",
     deadline: common_options.Deadline = 300.0,
+    start_deadline: common_options.StartDeadline = 120.0,
     address: Annotated[
         str | None, typer.Option(help="Address of a Ray cluster (default: RAY_ADDRESS; else one is started here).")
     ] = None,
@@ -121,6 +122,7 @@ def spec_of(given: Mapping[str, Any]) -> StudySpec:
         eval_every=given["eval_every"],
         device=given["device"],
         deadline_s=given["deadline"],
+        start_deadline_s=given["start_deadline"],
         engine=given["engine"],
         cluster=given["cluster"],
         elastic=given["elastic"],

@@ -17,8 +17,9 @@ from paceline.running.watching import ProgressLine
 
 _NOTHING_TRAINED = (
     "Nothing was trained under Paceline: the script made no step with what worker.prepare returned. It needs "
-    "paceline.init() and worker.prepare(model, optimizer, loader); see docs/script.md. Steps of other frameworks "
-    "are not recorded, and Keras' fit by itself exchanges nothing between workers (docs/other-frameworks.md)."
+    "paceline.init() and worker.prepare(model, optimizer, loader); see docs/script.md. Loops of other "
+    "frameworks say worker.begin_step(samples); without it steps are not recorded, and --max-steps and --max-time end "
+    "nothing. Keras' fit by itself exchanges nothing between workers (docs/other-frameworks.md)."
 )
 _NOTHING_STEPPED = (
     "No step was recorded: the script made none with an hvd.DistributedOptimizer, which strategy horovod records."
@@ -83,6 +84,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Of the model, the data order and every random generator.")] = 0,
     device: common_options.Device = "auto",
     deadline: common_options.Deadline = 300.0,
+    start_deadline: common_options.StartDeadline = 120.0,
     strict: Annotated[
         bool, typer.Option("--strict", help="Compare the workers' parameters after every step, not only now and then.")
     ] = False,
@@ -194,6 +196,7 @@ def run(
                     seed=seed,
                     device=cast(DeviceChoice, device),
                     deadline_s=deadline,
+                    start_deadline_s=start_deadline,
                     strict=strict,
                     attack=attack or (),
                     elastic=elastic,

@@ -24,6 +24,8 @@ class Progress:
     phase: str = "starting"
     not_saved: str | None = None
     """Why the last checkpoint was not written, if it was not."""
+    how_to_go_on: str = ""
+    """By which checkpoints of the script's own; empty: by Paceline's."""
 
     @classmethod
     def from_json(cls, text: str) -> "Progress":
@@ -51,6 +53,8 @@ class Progress:
                 self.not_saved = None
             elif isinstance(record, EventRecord) and record.name == "not_saved":
                 self.not_saved = str(record.details["error"])
+            elif isinstance(record, EventRecord) and record.name == "saves_itself":
+                self.how_to_go_on = f"this script has checkpoints of its own: {record.details['how']}"
 
 
 class LauncherLost(NamedTuple):

@@ -280,6 +280,7 @@ def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watc
         seed=trial.seed,
         device=cast(DeviceChoice, spec.device),
         deadline_s=spec.deadline_s,
+        start_deadline_s=spec.start_deadline_s,
         attack=spec.attacks,
         elastic=spec.elastic if is_elastic else None,
         replace=spec.replace if is_elastic else None,

@@ -42,7 +42,7 @@ def _require_elastic(elastic: Elastic, strategy: Strategy, workers: int) -> None
 
 
 _EXTENSIBLE = ("strategies", "workers", "seeds")
-_INCIDENTAL = ("script", "address", "insecure", "deadline_s")
+_INCIDENTAL = ("script", "address", "insecure", "deadline_s", "start_deadline_s")
 """May change while a study goes on: where the same text lies, where the cluster is to be found today, and how long a
 trial may hang, which no trial that has finished did."""
 
@@ -115,6 +115,7 @@ class StudySpec:
     checkpoint_every: int | None = None
     """Iterations; simulated runs that a failure has ended begin anew from there."""
     deadline_s: float = RunConfig.deadline_s
+    start_deadline_s: float = RunConfig.start_deadline_s
     """How long any wait for a peer may take."""
     address: str | None = None
     """Address of a Ray cluster; none: one is started on this machine. A study may go on at another address."""
@@ -212,6 +213,7 @@ class StudySpec:
             seed=seed,
             device=self.device,  # type: ignore[arg-type]  # RunConfig checks it
             deadline_s=self.deadline_s,
+            start_deadline_s=self.start_deadline_s,
             attacks=self.attacks,
         )
 
@@ -305,7 +307,8 @@ class StudySpec:
             "--max-time": self.max_time_s,
             "--eval-every": self.eval_every,
             "--device": None if self.device == "auto" else self.device,
-            "--deadline": None if self.deadline_s == RunConfig.deadline_s else f"{self.deadline_s:g}",
+            "--deadline": _unless(self.deadline_s, RunConfig.deadline_s),
+            "--start-deadline": _unless(self.start_deadline_s, RunConfig.start_deadline_s),
             "--engine": None if self.engine == "ray" else self.engine,
             "--cluster": self.cluster.source if self.cluster is not None else None,
             "--elastic": self.elastic,
@@ -404,6 +407,10 @@ def _seeds_option(seeds: tuple[int, ...]) -> str:
     if seeds == tuple(range(len(seeds))):
         return str(len(seeds))
     return ",".join(map(str, seeds)) + ("," if len(seeds) == 1 else "")
+
+
+def _unless(seconds: float, usual: float) -> str | None:
+    return None if seconds == usual else f"{seconds:g}"
 
 
 def _other(now: VirtualCluster, before: VirtualCluster) -> str:

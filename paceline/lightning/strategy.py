@@ -1,18 +1,19 @@
 """Lightning's strategy that has a run of Paceline's exchange what its workers train."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-import paceline
 from paceline.errors import UsageError
 from paceline.lightning.batches import Rounds, TrainingBatches
 from paceline.lightning.world import WorldBody
-from paceline.running.frameworks import agree_on, begin, require_possible, require_strategy
+from paceline.running.frameworks import agree_on, begin, join, require_strategy
 from paceline.training.sharding import RoundBatches, ShardedLoader
 
 _KEY = "paceline"
@@ -45,20 +46,22 @@ class StrategyBody(WorldBody):
     optimizers: list[torch.optim.Optimizer]
 
     def __init__(self, strategy: str | None = None, **plugins: Any) -> None:
-        self._worker = paceline.init()
-        require_possible(self._worker.strategy)
+        self._worker = join("fit(ckpt_path=...)")
         require_strategy(self._worker, strategy)
         self._in_place = ExitStack()
         self._asked_for: tuple[Any, TrainingBatches] | None = None  # before there were optimizers
         self._loaded: Tensor | None = None  # the run's part of the checkpoint to go on from
         self._state = b""  # of the one that is being saved
+        self._has_ended = False
         self._optimizer_states: dict[int, dict[str, Any]] = {}
         # The global model is there before other callbacks put weights of their own in its place, which they take away
         # before it goes. Lightning calls its strategy last, at both.
         self._first = self.callback()
         for stage in ("validation", "test", "predict"):
             setattr(self._first, f"on_{stage}_start", self._put_global_model_in_place)
-        self._first.on_train_end = self._agree_before_averages_stay
+        if self._worker.strategy.traits.lock_step:  # elsewhere workers have no common last batch
+            self._first.on_train_batch_end = self._save_for_a_job
+        self._first.on_train_end = self._end_training
         super().__init__(cluster_environment=self.environment(self._worker), **plugins)
 
     # --- training -----------------------------------------------------------------------------------------------
@@ -157,6 +160,17 @@ class StrategyBody(WorldBody):
         with self._worker.no_sync():
             yield
 
+    def _save_for_a_job(self, trainer: Any, *_: Any) -> None:
+        """When a job of SLURM is told that its time is over, as Lightning does there by itself: started again, it goes
+        on from this file unless the script names another one."""
+        if self._has_ended or not self._worker.is_over or self._rounds is not None:
+            return
+        self._has_ended = True
+        with self._all("the run's end"):
+            is_told = any(self._worker.all_gather_object(_is_job() and self._worker.is_asked_to_stop))
+        if is_told:
+            trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
     # --- the global model ---------------------------------------------------------------------------------------
 
     @contextmanager
@@ -173,7 +187,11 @@ class StrategyBody(WorldBody):
         kept = [getattr(callback, "_average_model", None) for callback in self.lightning_module.trainer.callbacks]
         return [average for average in kept if isinstance(average, torch.nn.Module)]
 
-    def _agree_before_averages_stay(self, trainer: Any, module: Any) -> None:
+    def _end_training(self, trainer: Any, module: Any) -> None:
+        self._save_for_a_job(trainer)
+        begun_from = Path(trainer.ckpt_path or "")
+        if _is_job() and trainer.is_global_zero and begun_from.match("hpc_ckpt_*.ckpt"):
+            begun_from.unlink(missing_ok=True)  # Lightning would begin what comes next from it, another job, too
         if self._averages:
             with self._global_model():  # which has them agree
                 pass
@@ -222,6 +240,10 @@ class StrategyBody(WorldBody):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _is_job() -> bool:
+    return "SLURM_JOB_ID" in os.environ
 
 
 def _copied(value: Any) -> Any:

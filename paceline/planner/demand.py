@@ -8,6 +8,33 @@ from typing import final
 from paceline.errors import UsageError
 from paceline.planner.row_work import RowWork
 from paceline.planner.weight_work import WeightWork
+from paceline.strategies import build
+from paceline.strategies.traits import Traits
+
+
+@final
+@dataclass(frozen=True)
+class Demand:
+    """The strategy that a script takes alone.
+
+    Args:
+        by: what in it demands it, such as `MirroredStrategy`.
+        strategy: Paceline's name of it.
+        servers: how many; none: any number.
+        is_of_one_host: it refuses workers on several.
+    """
+
+    by: str
+    strategy: str
+    servers: int | None
+    is_of_one_host: bool = False
+
+    def allows(self, traits: Traits) -> bool:
+        """Whether the script runs under strategies of these traits, with the right number of servers."""
+        return traits.exchanges_nothing or traits.exchanges_as(build(self.strategy).traits)
+
+    def allows_servers(self, traits: Traits) -> bool:
+        return traits.exchanges_nothing or self.servers in (None, traits.num_servers)
 
 
 @final
@@ -42,6 +69,8 @@ class StepWork:
     """Of tables (`paceline.nn.ShardedEmbedding`), if the model has some."""
     weights: tuple[WeightWork, ...] = ()
     """The parameters of `nn.Embedding(sparse=True)`: their rows alone move under strategies that say so."""
+    demand: Demand | None = None
+    """None: the script takes every strategy."""
 
     def __post_init__(self) -> None:
         if not self.tensor_bytes or min(self.tensor_bytes) < 1:

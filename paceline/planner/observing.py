@@ -17,12 +17,12 @@ from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.job import VirtualJob
 from paceline.engines.virtual.server import state_bytes
 from paceline.errors import PacelineError, RunFailed, UsageError
-from paceline.planner.demand import StepWork
+from paceline.planner.demand import Demand, StepWork
 from paceline.planner.noise import NoiseScale, NoiseSums
 from paceline.planner.row_work import NUM_STEPS as NUM_ROW_STEPS
 from paceline.planner.row_work import WatchedTables
 from paceline.planner.weight_work import WatchedWeights
-from paceline.records import Record, StepRecord
+from paceline.records import EventRecord, Record, StepRecord
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
 from paceline.strategies.replica import Replica
 from paceline.strategies.served_rows import ServedRows
@@ -85,6 +85,7 @@ class _Seen(Watcher):
         self.shares: tuple[float, ...] = ()
         self.state_bytes = 0.0
         self.data_samples = 0
+        self.demand: Demand | None = None
         self.samples: list[int] = []
         """How many samples each step took; records arrive some at a time."""
 
@@ -103,10 +104,14 @@ class _Seen(Watcher):
             is_element_wise=self.replica.optimizer_spec.element_wise,
             rows=self.tables.work() if self.replica.tables else None,
             weights=self.weights.work(),
+            demand=self.demand,
         )
 
     def on_records(self, records: Sequence[Record]) -> None:
         self.samples += [record.samples for record in records if isinstance(record, StepRecord)]
+        for record in records:
+            if isinstance(record, EventRecord) and record.name == "demands":
+                self.demand = Demand(**record.details)
 
 
 @final

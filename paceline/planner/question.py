@@ -65,6 +65,8 @@ def why_unpriced(traits: Traits, work: StepWork) -> str | None:
     """What keeps a plan from saying what a strategy takes; none: nothing does."""
     if traits.by_script:
         return "leaves to the script what moves"
+    if work.demand is not None and not work.demand.allows(traits):
+        return f"the script's {work.demand.by} refuses: it is {work.demand.strategy}"
     if traits.num_replicas:
         return "has copies of what servers hold (replicas), whose traffic is not modelled"
     if work.rows is not None and not traits.holds_rows:

@@ -18,7 +18,7 @@ from paceline.lab import words
 from paceline.lab.variant import Variant
 from paceline.planner.apart import Apart
 from paceline.planner.coded import leaves_out_little
-from paceline.planner.demand import StepWork
+from paceline.planner.demand import Demand, StepWork
 from paceline.planner.noise import NoiseScale, steps_ratio
 from paceline.planner.predict import Prediction, predict
 from paceline.planner.question import why_unpriced
@@ -216,7 +216,7 @@ def plan(
     )
     unpriced = tuple(text for text in asked if why_unpriced(build(text).traits, work) is not None)
     priced = [text for text in asked if text not in unpriced]
-    points = [judge.point(text, *choice) for text in priced for choice in _choices(cluster, text, most)]
+    points = [judge.point(text, *choice) for text in priced for choice in _choices(cluster, text, most, work.demand)]
     ranked = [point for point in points if point.is_ranked]
     if not ranked:
         raise UsageError(f"none of {words.listed(asked)} can be ranked on this cluster; add all-reduce or single")
@@ -257,7 +257,7 @@ def _traits(name: str) -> Traits:
     return build(name).traits
 
 
-def _choices(cluster: Cluster, text: str, most: int) -> Iterator[tuple[Strategy, int]]:
+def _choices(cluster: Cluster, text: str, most: int, demand: Demand | None) -> Iterator[tuple[Strategy, int]]:
     """The strategy on numbers of workers that it can run with; one without options with 1, 2, 4, ... servers, where it
     has some, and with rounds of several lengths, where workers average them."""
     own, options = build(text), STRATEGIES[text].options if text in STRATEGIES else ()
@@ -268,7 +268,8 @@ def _choices(cluster: Cluster, text: str, most: int) -> Iterator[tuple[Strategy,
         choices = [{"servers": servers} for servers in counts] if has_servers else [{}]
         choices += [{"every": every} for every in PERIODS] if has_rounds and workers > 1 else []
         for strategy in (build(text, each) for each in choices):
-            if _can_run(cluster, strategy, workers):
+            is_refused = demand is not None and not demand.allows_servers(strategy.traits)
+            if not is_refused and _can_run(cluster, strategy, workers):
                 yield strategy, workers
 
 

@@ -232,7 +232,15 @@ def _ratio(plan: Plan) -> list[str]:
 
 
 def _room(plan: Plan) -> list[str]:
-    """Where hosts are too few for servers of their own, which is not to be taken for a verdict on servers."""
+    """Where hosts are too few for servers of their own, which is not to be taken for a verdict on servers; or workers
+    are on more than the script takes."""
+    demand = plan.work.demand
+    if demand is not None and demand.is_of_one_host:
+        return [
+            f"{demand.by} takes one host; for workers on several write MultiWorkerMirroredStrategy, or say nothing."
+        ]
+    if demand is not None and not build(demand.strategy).traits.num_servers:
+        return []
     most = max(point.prediction.workers for point in plan.points)
     beside = max((point.prediction.workers for point in plan.points if point.prediction.servers), default=0)
     if 2 * beside > most:

@@ -10,30 +10,33 @@ from torch.utils.data import DataLoader
 from paceline.engines.world import current
 from paceline.errors import UsageError
 from paceline.strategies import build, name_of, settings_of
-from paceline.strategies.base import Strategy
 from paceline.strategies.global_model import average as average_over_workers
 from paceline.training.sharding import RoundBatches, ShardedLoader
-from paceline.training.worker import Worker
+from paceline.training.worker import Worker, init
 
 
-def require_possible(strategy: Strategy) -> None:
-    """Raises UsageError for a run whose loop must be the script's."""
+def join(how: str) -> Worker:
+    """The worker of a framework's loop, which saves and loads itself: `how`, in the framework's words.
+
+    Raises:
+        UsageError: the run's loop must be the script's, or checkpoints Paceline's.
+    """
+    worker = init()
     world = current()
     assert world is not None
-    if strategy.traits.by_script:
-        raise UsageError(f"{name_of(strategy)} has the script itself exchange; choose another strategy")
+    if worker.strategy.traits.by_script:
+        raise UsageError(f"{name_of(worker.strategy)} has the script itself exchange; choose another strategy")
     if world.config.elastic is not None:
         raise UsageError("--elastic repeats steps of the script's own loop; leave it out, and resume from a checkpoint")
     if world.context.pacing.is_simulated:
         raise UsageError(
             "--engine virtual has all workers in one process, for which the framework is not made; use --engine ray"
         )
-    if world.checkpoint is not None:
-        raise UsageError(
-            "--resume goes on from Paceline's checkpoints, which have none of the framework's counters: leave it out, "
-            "give another --out, and have the script resume from the framework's own checkpoint (Lightning's "
-            "fit(ckpt_path=...), Accelerate's load_state, Transformers' train(resume_from_checkpoint=...))"
-        )
+    if worker.strategy.participation() is not None:
+        worker.saves_itself("with clients it cannot go on from one; run it again from its start, with another --out")
+    else:
+        worker.saves_itself(f"run it again with another --out, and have it go on from its last one by {how}")
+    return worker
 
 
 def require_strategy(worker: Worker, wanted: str | None) -> None:

@@ -84,6 +84,7 @@ def run(
     seed: int = 0,
     device: DeviceChoice = "auto",
     deadline_s: float = 300.0,
+    start_deadline_s: float = 120.0,
     strict: bool = False,
     attack: str | Sequence[str] = (),
     out: str | Path | None = None,
@@ -109,6 +110,8 @@ def run(
         cluster: of the virtual engine: a TOML file, the name of one that comes with Paceline, or what either holds.
         address: of a Ray cluster; none: that of RAY_ADDRESS, else one is started here and ended with the run.
         insecure: the cluster may be one that takes work from anybody, without a token.
+        deadline_s: how long a wait for a peer may take.
+        start_deadline_s: how long workers and servers may take to start.
         max_steps, max_time_s, target: what ends the run before the script does.
         strict: workers compare their parameters after every step, not only now and then; lock-step strategies only.
         attack: what hostile workers do, as `sign-flip:workers=2`; several are made in turn.
@@ -167,6 +170,7 @@ def run(
         seed=seed,
         device=device,
         deadline_s=deadline_s,
+        start_deadline_s=start_deadline_s,
         strict=strict,
         attacks=(attack,) if isinstance(attack, str) else tuple(attack),
         elastic=survives,

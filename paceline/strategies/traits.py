@@ -202,3 +202,16 @@ class Traits:
     def is_synchronous(self) -> bool:
         """Whether an iteration joins what many workers computed, rather than one of them."""
         return self.unit != "gradient"
+
+    @property
+    def exchanges_nothing(self) -> bool:
+        return not self.traffic and self.num_servers == 0
+
+    def exchanges_as(self, other: "Traits") -> bool:
+        """Whether a script that wants that one's way to exchange has it here, too, whatever the number of servers."""
+        return (self.is_synchronous, self.lock_step, self.num_servers > 0, bool(self.traffic)) == (
+            other.is_synchronous,
+            other.lock_step,
+            other.num_servers > 0,
+            bool(other.traffic),
+        )

@@ -48,9 +48,13 @@ class Checkpoints:
         """Knows where an elastic run is in its data."""
 
     @property
+    def _are_kept(self) -> bool:
+        return self._run.reporter.keeps_files and not self._run.saves_itself
+
+    @property
     def due_in_s(self) -> float:
-        """Seconds until a pause should save, if nothing else says when; infinite where the run keeps no files."""
-        if not self._run.reporter.keeps_files:
+        """Seconds until a pause should save, if nothing else says when; infinite where the run saves nothing."""
+        if not self._are_kept:
             return math.inf
         return _EARLY * self._interval_s - (self._run.context.pacing.now_s() - self._saved_s)
 
@@ -61,7 +65,7 @@ class Checkpoints:
             due_in_s: what rank 0 said in this pause.
             has_saved: this pause took one.
         """
-        if self._run.config.checkpoint_every is not None or not self._run.reporter.keeps_files:
+        if self._run.config.checkpoint_every is not None or not self._are_kept:
             return math.inf
         return _ON_TIME * INTERVAL_S if has_saved else max(0.0, due_in_s) + (_ON_TIME - _EARLY) * INTERVAL_S
 
@@ -82,7 +86,7 @@ class Checkpoints:
         return snapshot.with_own_state(taken, own, is_first=self._run.context.is_first)
 
     def save(self, model: nn.Module, own: Snapshot, time_s: float, *, metrics: dict[str, float], is_last: bool) -> None:
-        """Take one, and have it written: beside training where the reporter can. Nothing where the run keeps no files.
+        """Take one, and have it written: beside training where the reporter can. Nothing where the run keeps none.
         Collective call.
 
         Args:
@@ -95,7 +99,7 @@ class Checkpoints:
             NotWritten: it is the last one, and nothing else would have the rows that were trained.
         """
         run = self._run
-        if not run.reporter.keeps_files:
+        if not self._are_kept:
             return
         began_s = run.context.pacing.now_s()
         self._writing.wait()  # before the next copy is made: a slow disk is not to cost the memory of two

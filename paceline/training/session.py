@@ -193,6 +193,20 @@ class Session:
         seed_everything(derive(self.run.config.seed, "rank", context.rank))
         return loaders
 
+    def leave_saving_to_script(self, how: str) -> None:
+        """As `Worker.saves_itself`."""
+        config = self.run.config
+        for option, is_given in {
+            "--resume": self._checkpoint is not None,
+            "--checkpoint-every": config.checkpoint_every is not None,
+            "--keep-best": config.keep_best is not None,
+        }.items():
+            if is_given:
+                raise UsageError(f"{option} is for Paceline's checkpoints, and this script has its own; {how}")
+        if not self.run.saves_itself:
+            self.run.saves_itself = True
+            self.run.tell("saves_itself", {"how": how})
+
     def set_evaluation(self, evaluation: Evaluation) -> None:
         if self.pauses.evaluation is not None:
             raise UsageError("a second evaluation was registered; return all metrics from one function")

@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.comm.base import Collective
 from paceline.comm.reduction import require_reducible
 from paceline.errors import UsageError
+from paceline.training.integer_means import average_integers, has_integer_mean
 from paceline.training.leaves import Leaf, leaf_of
 
 TreeOp = Literal["sum", "mean"]
@@ -34,12 +35,10 @@ def all_reduce_tree(collective: Collective, tree: Any, *, op: TreeOp) -> Any:
     wrong = "" if is_known else f"all_reduce_tree takes op='sum' or op='mean', not {op!r}"
     leaves = _agreed(collective, f"all_reduce_tree(op={op!r})", tree, op if is_known else None, wrong=wrong)
     for flat in leaves.lay_out(are_read=True):
-        # The mean of small integers is one, and their sum may be none.
-        is_narrow = not (flat.is_floating_point() or flat.is_complex()) and flat.dtype.itemsize < 8
-        joined = flat.long() if op == "mean" and is_narrow else flat
-        collective.all_reduce(joined, op=op).wait()
-        if joined is not flat:
-            flat.copy_(joined)
+        if op == "mean" and has_integer_mean(flat):
+            average_integers(collective, flat)
+        else:
+            collective.all_reduce(flat, op=op).wait()
     return leaves.like(tree)
 
 

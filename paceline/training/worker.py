@@ -19,6 +19,8 @@ from paceline.strategies.base import Strategy
 from paceline.training.detaching import Detaching
 from paceline.training.evaluation import Evaluation
 from paceline.training.given import told_apart
+from paceline.training.integer_means import average_integers, has_integer_mean
+from paceline.training.own_loop import OwnLoop
 from paceline.training.session import Session
 from paceline.training.trees import TreeOp, all_reduce_tree, broadcast_tree
 
@@ -61,8 +63,9 @@ class Worker:
         """What the run trains under; `single` where nobody launched it."""
         self._collective = context.collective
         self._session = Session(context, world.strategy, world.config, world.reporter, world.checkpoint)
+        self._own_loop = OwnLoop(self._session.run, is_resumed=world.checkpoint is not None)
         self._detaching = Detaching(rank=context.rank, tell=self._session.run.tell)
-        world.at_end.append(self._session.finish)
+        world.at_end += [self._own_loop.end, self._session.finish]
         world.at_release.append(self._session.release)
         world.progress = lambda: self._session.run.steps
         world.awaits_others = lambda: self._session.run.awaits_others
@@ -128,6 +131,16 @@ class Worker:
         self._session.set_evaluation(function)
         return function
 
+    def saves_itself(self, how: str) -> None:
+        """Say, before `prepare`, that this script saves and loads checkpoints of its own. The run then writes none that
+        `--resume` would take, and says `how` to go on where it is interrupted or fails, such as "run it again with
+        another --out, and --load CHECKPOINT". The first call counts.
+
+        Raises:
+            UsageError: the run is asked for checkpoints, or to go on from one.
+        """
+        self._session.leave_saving_to_script(how)
+
     def log(self, **metrics: float | Tensor) -> None:
         """Record numbers of this step, such as `loss=loss`."""
         self._session.log(metrics)
@@ -141,10 +154,29 @@ class Worker:
         """Whether the run's budget or target is reached: the loader gives nothing more, and no step counts."""
         return self._session.run.has_ended
 
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether this worker has heard that the user, or the batch system, wants the run to end; others may not yet
+        have."""
+        return self._session.run.reporter.stop_requested()
+
     def end_step(self) -> None:
         """Do now what lies between two steps, such as a pause that is due, so that `is_over` is up to date; otherwise
         that happens when the script asks for its next batch."""
         self._session.course.settle()
+
+    def begin_step(self, samples: int) -> bool:
+        """For loops that train what is not torch's, by `all_reduce_tree`: a step begins, and the one before is over. So
+        the run has records of steps, and ends by --max-steps, --max-time and Ctrl-C: False says that it is over, on all
+        workers at once. A step is an iteration. Collective call.
+
+        Args:
+            samples: that this worker takes in the step.
+
+        Raises:
+            UsageError: the run is asked for what needs a model of `prepare`'s, or has one.
+        """
+        return self._own_loop.begin(samples)
 
     def meeting(self, place: str) -> AbstractContextManager[None]:
         """Inside, all workers are between two steps at this place of the script, off the training clock, so that what
@@ -191,9 +223,13 @@ class Worker:
         self._collective.barrier()
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Tensor:
-        """Reduce over all workers, in place; returns the tensor, without the history that it may have."""
+        """Reduce over all workers, in place; returns the tensor, without the history that it may have. A mean of
+        integers truncates towards zero; a sum or product of theirs that is too large for their dtype wraps around."""
         self._session.require_same_step("all_reduce")
-        self._collective.all_reduce(tensor, op=op).wait()
+        if op == "mean" and has_integer_mean(tensor):
+            average_integers(self._collective, tensor)
+        else:
+            self._collective.all_reduce(tensor, op=op).wait()
         return self._detaching.written("all_reduce", tensor)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> Tensor:
@@ -215,7 +251,8 @@ class Worker:
                 exchanged; or workers are not at the same step.
         """
         self._session.require_same_step("all_reduce_tree")
-        return all_reduce_tree(self._collective, self._detaching.given("all_reduce_tree", tree), op=op)
+        with self._own_loop.exchanging():
+            return all_reduce_tree(self._collective, self._detaching.given("all_reduce_tree", tree), op=op)
 
     def broadcast_tree(self, tree: Any, root: int = 0) -> Any:
         """The root's values of a tree of arrays, as a new tree: see `all_reduce_tree`. Leaves may be bools too."""

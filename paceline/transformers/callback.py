@@ -5,10 +5,9 @@ from typing import Any
 import transformers
 from transformers.trainer_utils import SaveStrategy
 
-import paceline
 from paceline.accelerate.group import join_group
 from paceline.errors import UsageError
-from paceline.running.frameworks import require_possible
+from paceline.running.frameworks import join
 from paceline.training.worker import Worker
 from paceline.transformers.trainer import TrainerBody
 
@@ -35,7 +34,7 @@ class PacelineCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._worker = paceline.init()
+        self._worker = join("train(resume_from_checkpoint=...)")
         if isinstance(trainer, TrainerBody):
             raise UsageError("this Trainer has a PacelineCallback already; make one for each Trainer")
         _tell_of_the_run(trainer.args, self._worker)
@@ -51,7 +50,9 @@ class PacelineCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if not self._worker.is_over:
             return
         control.should_training_stop = True
-        if not self._worker.strategy.traits.lock_step:
+        if self._worker.strategy.traits.lock_step:
+            control.should_save |= args.save_strategy == SaveStrategy.STEPS
+        else:
             control.should_log = control.should_evaluate = control.should_save = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -64,7 +65,6 @@ class PacelineCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
 def _tell_of_the_run(args: Any, worker: Worker) -> None:
     """The run's workers become torch.distributed's ranks, as which the arguments see them from now on."""
-    require_possible(worker.strategy)
     if args.auto_find_batch_size:
         raise UsageError("auto_find_batch_size: workers would find other sizes; set per_device_train_batch_size")
     if args.load_best_model_at_end and worker.strategy.traits.num_servers:

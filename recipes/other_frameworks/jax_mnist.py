@@ -77,6 +77,8 @@ def main() -> None:
     for epoch in range(args.epochs):
         order = np.random.default_rng(epoch).permutation(len(x))  # the same on all workers
         for start in range(0, len(order) - args.global_batch + 1, args.global_batch):
+            if not worker.begin_step(per_worker):
+                break
             own = order[start + worker.rank * per_worker :][:per_worker]
             gradient = gradient_of(layers, x[own], y[own])
             if not args.every:

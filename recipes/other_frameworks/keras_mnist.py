@@ -89,6 +89,8 @@ def train(worker: paceline.Worker, model: keras.Model, x: Any, y: Any, args: arg
     for epoch in range(args.epochs):
         order = np.random.default_rng(epoch).permutation(len(x))  # the same on all workers
         for start in range(0, len(order) - args.global_batch + 1, args.global_batch):
+            if not worker.begin_step(per_worker):
+                break
             own = order[start + worker.rank * per_worker :][:per_worker]
             gradients = gradients_of(model, x[own], y[own])
             if not args.every:

@@ -38,6 +38,11 @@ def failure(tmp_path: Path, fault: str, *arguments: object, kind: type[Exception
     return str(caught.value)
 
 
+def test_a_late_start_names_the_option_that_gives_more_time(tmp_path: Path) -> None:
+    message = failure(tmp_path, "none", start_deadline_s=1e-6)
+    assert re.match(r"worker-\d.* did not start within 1e-06 s; .* --start-deadline SECONDS", message), message
+
+
 @pytest.mark.parametrize(("strategy", "workers"), [("all-reduce", 2), pytest.param("ps-asp", 3, marks=SLOW)])
 def test_exception_is_shown_once_with_the_scripts_frames(tmp_path: Path, strategy: str, workers: int) -> None:
     message = failure(tmp_path, "raise", "--rank", 1, "--step", 5, strategy=strategy, workers=workers)

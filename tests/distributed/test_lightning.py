@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.errors import RunFailed
 from tests.conformance import local_engine
+from tests.conformance.local_engine import STOP_FILE
 from tests.forks import having_loaded
 
 pytestmark = [
@@ -118,6 +120,17 @@ def averaging(callbacks: Any, name: str) -> Any:
     return callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
 
 
+def interrupting(callbacks: Any, out: Path, step: int) -> Any:
+    """As a batch system does when the job's time is over."""
+
+    class Interrupt(callbacks.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == step:
+                (out / STOP_FILE).touch()
+
+    return Interrupt()
+
+
 def data(samples: int = SAMPLES) -> TensorDataset:
     x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, x.sum(1, keepdim=True))
@@ -145,9 +158,13 @@ def fit(
     looks_at: str | None = None,
     averages: bool = False,
     average: str | None = None,
+    stops_at: int | None = None,
+    is_job: bool = False,
     **module: Any,
 ) -> None:
     """The script of a run, or of one process without Paceline. What came out is in `found-RANK.json`."""
+    if is_job:
+        os.environ |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1"}
     pl = importlib.import_module(package)
     strategy = "auto" if is_plain else importlib.import_module(PACKAGES[package]).PacelineStrategy(asks_for)
     model, dataset = made(package, **module), data(samples)
@@ -157,6 +174,8 @@ def fit(
         hooks += [validating_an_average(package)]
     if average is not None:
         hooks += [averaging(callbacks, average)]
+    if stops_at is not None:
+        hooks += [interrupting(callbacks, out, stops_at)]
     if saves_every is not None:
         hooks += [callbacks.ModelCheckpoint(out, "{step}", save_top_k=-1, every_n_train_steps=saves_every)]
     more = {"max_epochs": EPOCHS, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
@@ -329,6 +348,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(strategy: str, tmp_path: Path
         resumed = trained(tmp_path / f"resumed-{number}", strategy, shuffle=True, resumes=tmp_path / saved)
         assert resumed["weights"] == whole["weights"]
         assert (resumed["steps"], resumed["epochs"]) == (whole["steps"], whole["epochs"])
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp", "local-sgd:every=2"])
+def test_a_job_of_slurm_goes_on_by_itself(strategy: str, tmp_path: Path) -> None:
+    """Where workers have a common step, from the one at which the run was interrupted."""
+    whole = trained(tmp_path / "whole", strategy, shuffle=True)
+    cut = trained(tmp_path / "job", strategy, shuffle=True, is_job=True, stops_at=5)
+    assert cut["steps"] < whole["steps"]
+    assert (tmp_path / "job" / "hpc_ckpt_1.ckpt").exists()
+    (tmp_path / "job" / STOP_FILE).unlink()
+    resumed = trained(tmp_path / "job", strategy, shuffle=True, is_job=True)
+    assert resumed["epochs"] == whole["epochs"]
+    assert not list((tmp_path / "job").glob("hpc*"))
+    if strategy != "local-sgd:every=2":
+        assert (resumed["weights"], resumed["steps"]) == (whole["weights"], whole["steps"])
 
 
 @pytest.mark.parametrize("average", ["ema", "swa"])

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline import Result
 from paceline.data import load
 from tests import apart
 from tests.distributed.harness import COLD, PACELINE, SCRIPTS
@@ -75,6 +76,15 @@ def assert_close(actual: list[Any], expected: list[Any]) -> None:
 
 def test_gradients_of_two_workers_in_jax_are_those_of_one_process(tmp_path: Path) -> None:
     assert_close(*(trained("jax_mnist.py", workers=workers, cwd=tmp_path) for workers in (2, 1)))
+
+
+def test_the_runs_budget_ends_a_loop_in_jax_and_its_steps_are_recorded(tmp_path: Path) -> None:
+    own = ["--out", str(tmp_path / "run"), "--max-steps", "5", "--", "--global-batch", str(GLOBAL_BATCH)]
+    command = ["paceline", "run", str(RECIPES / "jax_mnist.py"), "--workers", "2", *own, "--dataset", "digits"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=600)
+    steps = Result.open(tmp_path / "run").steps
+    assert [record.step for record in steps if record.worker == 1] == [1, 2, 3, 4, 5]
+    assert {record.samples for record in steps} == {GLOBAL_BATCH // 2}
 
 
 @needs_keras

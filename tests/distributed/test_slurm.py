@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from paceline.checkpoint import FILE_NAME
+from paceline.engines.scripting import read_script
 from paceline.lab.study import Study
 from paceline.scheduler import expand
+from tests.conformance import local_engine
 from tests.distributed.harness import events
 from tests.ports import free_port
 from tests.unit.test_scheduler import hostlists
@@ -276,18 +280,68 @@ def test_a_job_whose_time_is_over_saves_and_goes_on(slurm: Slurm, tmp_path: Path
     script = write_script(tmp_path, epochs=40, pause_s=0.1)
     job = slurm.submit(script, "--nodes", "1", "--cores", "2", "--workers", "2", cwd=tmp_path)
     wait_for_steps(tmp_path / "runs" / f"slurm-{job}" / "steps.csv")
-    slurm.ask("scancel", "--batch", "--signal=USR1", job)
-    slurm.wait(job, "PENDING")
-    # SLURM would let two minutes pass. In the second in which a host ended a job it refuses to start it anew, and
-    # SLURM calls the job failed: the new credential is as old as the revocation of the one before.
-    time.sleep(2.0)
-    slurm.ask("scontrol", "update", f"jobid={job}", "StartTime=now")
+    queue_again(slurm, job)
     state = slurm.wait(job, "COMPLETED", "FAILED")
     said = (tmp_path / "runs" / f"slurm-{job}.log").read_text()
     assert state == "COMPLETED", said
     assert "interrupted; saved at iteration" in said
     steps = (tmp_path / "runs" / f"slurm-{job}" / "steps.csv").read_text().splitlines()[1:]
     assert len(steps) == 2 * 40 * 4  # no step twice, none left out
+
+
+LIGHTNING = """
+import sys, time
+import lightning.pytorch as pl, torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from paceline.lightning import PacelineStrategy
+class Line(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        time.sleep(float(sys.argv[1]))
+        return F.mse_loss(self.layer(batch[0]), batch[1])
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = pl.Trainer(strategy=PacelineStrategy(), max_epochs=40, **quiet)
+x = torch.randn(64, 4)
+data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+trainer.fit(Line(), data)
+print("came to step", trainer.global_step)
+"""
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed (paceline[frameworks])")
+def test_a_job_of_lightnings_goes_on_from_lightnings_checkpoint(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LIGHTNING)
+    given = ["train.py", "--nodes", "1", "--cores", "2", "--workers", "2", "--", "0.1"]
+    job = slurm.submit(*given, cwd=tmp_path)
+    results = tmp_path / "runs" / f"slurm-{job}"
+    wait_for_steps(results / "steps.csv")
+    queue_again(slurm, job)
+    state = slurm.wait(job, "COMPLETED", "FAILED")
+    said = (tmp_path / "runs" / f"slurm-{job}.log").read_text()
+    assert state == "COMPLETED", said
+    assert "have it go on from its last one by fit(ckpt_path=...)" in said
+    assert "came to step 160" in said
+    parts = [results.with_name(f"{results.name}-before-1"), results]
+    assert sum(len((part / "steps.csv").read_text().splitlines()) - 1 for part in parts) == 2 * 160
+    assert not any((part / FILE_NAME).exists() for part in parts)
+    whole = read_script(tmp_path / "train.py", ["0"])
+    local_engine.run(whole, strategy="all-reduce", workers=2, out=tmp_path / "whole")
+    assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (results / "model.safetensors").read_bytes()
+
+
+def queue_again(slurm: Slurm, job: str) -> None:
+    """Tell the job that its time is over, and have it started again at once."""
+    slurm.ask("scancel", "--batch", "--signal=USR1", job)
+    slurm.wait(job, "PENDING")
+    # SLURM would let two minutes pass. In the second in which a host ended a job it refuses to start it anew, and
+    # SLURM calls the job failed: the new credential is as old as the revocation of the one before.
+    time.sleep(2.0)
+    slurm.ask("scontrol", "update", f"jobid={job}", "StartTime=now")
 
 
 def test_an_array_of_jobs_makes_one_report(slurm: Slurm, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import paceline
 from paceline.errors import RunFailed, UsageError
 from tests.conformance import local_engine
+from tests.conformance.local_engine import STOP_FILE
 from tests.forks import having_loaded
 
 pytestmark = [
@@ -93,6 +94,7 @@ def train(
     batch_size: int = GLOBAL_BATCH // 2,
     resumes: Path | None = None,
     slows_rank: int | None = None,
+    stops_at: int | None = None,
     **arguments: Any,
 ) -> None:
     """The script, with its one more line or without."""
@@ -106,6 +108,8 @@ def train(
         def training_step(self, *arguments: Any, **settings: Any) -> Tensor:
             loss = super().training_step(*arguments, **settings)
             losses.append([int(self.state.epoch or 0), float(loss)])
+            if self.state.global_step == stops_at:
+                (out / STOP_FILE).touch()
             return loss
 
     torch.manual_seed(0)
@@ -216,6 +220,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(strategy: str, at: int, tmp_p
     resumed = trained(tmp_path / "resumed", strategy, resumes=saved, **saving)
     assert resumed["weights"] == whole["weights"]
     assert resumed["losses"][-1] == whole["losses"][-1]
+
+
+def test_an_interrupted_run_saves_the_step_that_it_ends_at(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 100}
+    whole = trained(tmp_path / "whole", "all-reduce", **saving)
+    cut = trained(tmp_path / "cut", "all-reduce", stops_at=5, **saving)
+    assert cut["steps"] < whole["steps"]
+    saved = tmp_path / "cut" / "trainer" / f"checkpoint-{cut['steps']}"
+    resumed = trained(tmp_path / "resumed", "all-reduce", resumes=saved, **saving)
+    assert (resumed["weights"], resumed["steps"]) == (whole["weights"], whole["steps"])
 
 
 def test_one_worker_trains_by_itself(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_help_names_every_setting(monkeypatch, capsys) -> None:
     shown = capsys.readouterr().out
     for name in ("strategy", "workers", "option", "address", "max-steps", "target", "deadline", "out", "resume"):
         assert f"--{name}" in shown
-    assert shown.count("[default: ") == 15
+    assert shown.count("[default: ") == 16
     assert "paceline run train.py --strategy ps-async" in " ".join(shown.split())
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import re
 import runpy
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,9 @@ from paceline.compat.strategies import (
 )
 from paceline.engines.world import alone, enter_here
 from paceline.errors import RunFailed, UsageError
+from paceline.planner import wording
+from paceline.planner.observing import observe
+from paceline.planner.search import plan
 from paceline.running.result import Result
 from paceline.strategies import build, name_of
 
@@ -151,6 +157,20 @@ def test_one_task_starts_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", config(task={"type": "worker", "index": 1}))
     with pytest.raises(UsageError, match="index=1 has nothing to start: one command on chief 0 starts every worker"):
         ParameterServerStrategy().run(print)
+
+
+def test_a_script_under_a_wrong_cluster_says_one_line() -> None:
+    """And other errors are shown as ever."""
+    script = "from paceline.compat.strategies import MultiWorkerMirroredStrategy as S; S()"
+    wrong = config(cluster={"worker": ["a:1", "b"]})
+    wanted = {wrong: r"error: TF_CONFIG\.cluster\.worker\[1\] .*\n", "": "Traceback(.|\n)*: on purpose\n"}
+    for text, said in wanted.items():
+        command = [sys.executable, "-c", script if text else f"{script}; raise ValueError('on purpose')"]
+        done = subprocess.run(
+            command, env={**os.environ, "TF_CONFIG": text}, capture_output=True, text=True, check=False, timeout=300
+        )
+        assert done.returncode == 1
+        assert re.fullmatch(said, done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -368,3 +388,40 @@ def test_a_script_runs_as_its_name_says(ray_here: None, tmp_path: Path) -> None:
         RECIPE.with_name("mnist.py"), ["--dataset", "digits"], max_steps=5, out=tmp_path / "run"
     )
     assert (result.manifest["strategy"]["name"], result.iteration) == ("ps-bsp", 5)
+
+
+def in_words_of(made: Callable[[], DistributionStrategy]) -> None:
+    with made().scope() as worker:
+        model = nn.Linear(4, 1)
+        data = DataLoader(TensorDataset(torch.randn(64, 4), torch.randn(64, 1)), batch_size=8)
+        model, optimizer, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+ASKED = ("single", "all-reduce", "ring", "ps-bsp", "ps-ssp", "ps-asp", "gossip", "local-sgd")
+LAB = Cluster(hosts=(Hosts(count=4, bandwidth_gbit_per_s=1.0),), compute=Compute(step_s=0.1), servers=Servers())
+
+
+@pytest.mark.parametrize(
+    ("made", "ranked"),
+    [
+        (MirroredStrategy, {"single", "all-reduce", "ring"}),
+        (MultiWorkerMirroredStrategy, {"single", "all-reduce", "ring"}),
+        (
+            ParameterServerStrategy,
+            {"single", *(f"ps-{name}" for name in ("asp", "ssp", "asp:servers=2", "ssp:servers=2"))},
+        ),
+        (partial(ParameterServerStrategy, servers=2), {"single", "ps-asp:servers=2", "ps-ssp:servers=2"}),
+        (partial(OneDeviceStrategy, "CPU:0"), {"single"}),
+    ],
+)
+def test_a_plan_has_what_the_script_runs_under(made: Any, ranked: set[str]) -> None:
+    found = plan(LAB, observe(partial(in_words_of, made)).work, strategies=ASKED, num_checks=0)
+    assert {point.label for point in found.points} == ranked
+    said = " ".join(wording.answer(found))
+    assert f"each of which the script's {made().name} refuses: it is {name_of(made().strategy)}" in said
+    assert ("MirroredStrategy takes one host" in said) == (made is MirroredStrategy)
+    assert "no host is free" not in said

@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+import paceline
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective
 from paceline.errors import RunFailed, UsageError
+from paceline.training.integer_means import average_integers
 from paceline.training.trees import all_reduce_tree, broadcast_tree
 from tests.conformance import virtual_engine
 from tests.conformance.rows import prepared
@@ -76,24 +78,42 @@ def test_leaves_are_joined_and_keep_their_kinds(world: World, op: str, factor: i
         assert_same(given_tree, tree_of(rank))
 
 
-NARROW = {str(dtype): dtype for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32)}
+INTEGERS = {str(dtype): dtype for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)}
 
 
-def large(collective: Collective) -> Any:
-    """Each dtype's largest number, less the rank, and its smallest, plus the rank."""
-    ends = {name: (torch.iinfo(dtype).max, torch.iinfo(dtype).min) for name, dtype in NARROW.items()}
-    tree = {
-        name: torch.tensor([most - collective.rank, least + collective.rank], dtype=NARROW[name])
-        for name, (most, least) in ends.items()
-    }
-    return all_reduce_tree(collective, tree, op="mean")
+def averaged(collective: Collective, values: dict[str, list[list[int]]]) -> Any:
+    """By trees, and in place; `values`: each rank's, by dtype."""
+    own = {name: torch.tensor(each[collective.rank], dtype=INTEGERS[name]) for name, each in values.items()}
+    found = all_reduce_tree(collective, own, op="mean")
+    for tensor in own.values():
+        average_integers(collective, tensor)
+    return found, own
 
 
-def test_the_mean_of_large_integers_does_not_overflow(world: World) -> None:
-    for found in world.run(large):
-        for name, dtype in NARROW.items():
-            assert found[name].dtype == dtype
-            assert found[name].tolist() == [torch.iinfo(dtype).max - 1, torch.iinfo(dtype).min + 1]
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_the_mean_of_integers_is_exact(world: World, data: st.DataObject) -> None:
+    """The oracle computes with as many digits as it takes."""
+    ends = {name: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for name, dtype in INTEGERS.items()}
+    drawn = {name: st.lists(st.integers(*span), min_size=4, max_size=4) for name, span in ends.items()}
+    values = {name: [[*ends[name], *data.draw(drawn[name])] for _ in range(SIZE)] for name in INTEGERS}
+    sums = {name: [sum(column) for column in zip(*each, strict=True)] for name, each in values.items()}
+    wanted = {name: [abs(one) // SIZE * (1 if one > 0 else -1) for one in each] for name, each in sums.items()}
+    for results in world.run(averaged, values):
+        for found in results:
+            assert {name: tensor.tolist() for name, tensor in found.items()} == wanted
+            assert {name: tensor.dtype for name, tensor in found.items()} == INTEGERS
+
+
+def of_script() -> None:
+    worker = paceline.init()
+    most = torch.full((3,), 127 - worker.rank, dtype=torch.int8)
+    assert worker.all_reduce(most, op="mean").tolist() == [126] * 3
+    assert most.tolist() == [126] * 3
+
+
+def test_a_script_s_mean_of_integers_does_not_overflow(tmp_path: Path) -> None:
+    virtual_engine.run(of_script, strategy="all-reduce", workers=3, out=tmp_path)
 
 
 def from_root(collective: Collective, root: int) -> Any:

@@ -13,6 +13,7 @@ from paceline.compat.strategies.cluster_resolver import TFConfigClusterResolver
 from paceline.config import DeviceChoice
 from paceline.engines.world import current
 from paceline.errors import UsageError
+from paceline.records import EventRecord
 from paceline.running.result import Result
 from paceline.strategies import name_of, settings_of
 from paceline.strategies.base import Strategy
@@ -45,6 +46,7 @@ class DistributionStrategy(ABC):
         resolver: the cluster that TensorFlow's variable describes, whose first task alone starts runs.
         spans_hosts: several workers on one host alone are refused.
         deadline_s: how long a wait for a peer may take; none: Paceline's own.
+        takes_any_servers: a run may have another number of them than the strategy.
     """
 
     @abstractmethod
@@ -59,6 +61,7 @@ class DistributionStrategy(ABC):
         resolver: TFConfigClusterResolver | None = None,
         spans_hosts: bool = False,
         deadline_s: float | None = None,
+        takes_any_servers: bool = False,
     ) -> None:
         if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
             raise UsageError(f"{self.name}: workers must be at least 1, not {workers!r}")
@@ -67,6 +70,7 @@ class DistributionStrategy(ABC):
         self._workers, self._default, self._device = workers, default, device
         self._is_of_one_host, self._spans_hosts = is_of_one_host, spans_hosts
         self._resolver, self._deadline_s = resolver, deadline_s
+        self._servers = None if takes_any_servers else strategy.traits.num_servers
         if not _is_launched():
             strategy.check(num_workers=self.num_workers)
 
@@ -192,13 +196,12 @@ class DistributionStrategy(ABC):
         world = current()
         assert world is not None  # init() has entered it
         num_workers, traits, own = worker.size, worker.strategy.traits, self.strategy.traits
-        is_alone = num_workers == 1 and not traits.traffic and traits.num_servers == 0
-        agrees = (traits.is_synchronous, traits.lock_step, traits.num_servers, bool(traits.traffic)) == (
-            own.is_synchronous,
-            own.lock_step,
-            own.num_servers,
-            bool(own.traffic),
-        )
+        if worker.rank == 0:  # a plan is to know it
+            said = {"by": self.name, "strategy": name_of(self.strategy), "servers": self._servers}
+            said |= {"is_of_one_host": self._is_of_one_host}
+            world.reporter.emit(EventRecord("demands", "run", 0, 0.0, said))
+        agrees = traits.num_servers == own.num_servers and traits.exchanges_as(own)
+        is_alone = num_workers == 1 and traits.exchanges_nothing
         if num_workers != self.num_workers or not (agrees or is_alone):
             raise UsageError(
                 f"{self.name} is {name_of(self.strategy)} with {self.num_workers} worker(s) and {own.num_servers} "

@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any, final
 
 from paceline.errors import UsageError, unknown
@@ -14,6 +15,24 @@ JOBS = ("chief", "worker", "ps")
 _EVALUATES = "Paceline evaluates between steps, in the function that @worker.evaluation marks"
 _MOST_BYTES = 1 << 20
 _MOST_SHOWN = 60  # characters of a value in an error message
+
+
+class WrongTFConfig(UsageError):
+    """TF_CONFIG says what cannot be. Where nobody catches it, Python shows its message alone: by a traceback the script
+    would look wrong."""
+
+
+def _show_message_alone(show: Callable[..., None]) -> Callable[..., None]:
+    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, WrongTFConfig):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            show(kind, error, trace)
+
+    return shown
+
+
+sys.excepthook = _show_message_alone(sys.excepthook)
 
 
 @dataclass(frozen=True)
@@ -35,7 +54,7 @@ class TFConfigClusterResolver:
         text: what the variable would hold; none: what it holds.
 
     Raises:
-        UsageError: the variable is not set, or something in it is not as above; the message names the field.
+        WrongTFConfig: the variable is not set, or something in it is not as above; the message names the field.
     """
 
     def __init__(self, text: str | None = None) -> None:
@@ -63,11 +82,11 @@ class TFConfigClusterResolver:
         return [address for job in jobs for address in self._cluster.get(job, ())]
 
     def require_starts(self, *, who: str) -> None:
-        """Raise UsageError unless this task starts the others: the chief or first worker, or who has no task."""
+        """Raise WrongTFConfig unless this task starts the others: the chief or first worker, or who has no task."""
         first = Task("chief" if self.num_tasks("chief") else "worker", 0)
         if self._task not in (None, first):
             assert self._task is not None
-            raise UsageError(
+            raise WrongTFConfig(
                 f"{VARIABLE}: task.type={self._task.type} index={self._task.index} has nothing to start: one command "
                 f"on {first.type} {first.index} starts every worker and server of {who}"
             )
@@ -75,20 +94,20 @@ class TFConfigClusterResolver:
 
 def _read(text: str | None) -> tuple[dict[str, tuple[str, ...]], Task | None]:
     if not text:
-        raise UsageError(f"{VARIABLE} is not set; set it, or give workers=")
+        raise WrongTFConfig(f"{VARIABLE} is not set; set it, or give workers=")
     if len(text) > _MOST_BYTES:
-        raise UsageError(f"{VARIABLE} has {len(text)} characters, more than {_MOST_BYTES}")
+        raise WrongTFConfig(f"{VARIABLE} has {len(text)} characters, more than {_MOST_BYTES}")
     try:
         read = json.loads(text, object_pairs_hook=_without_twins)
-    except UsageError:
+    except WrongTFConfig:
         raise
     except (ValueError, RecursionError) as error:
         reason = "it nests too deep" if isinstance(error, RecursionError) else str(error)[:_MOST_SHOWN]
-        raise UsageError(f"{VARIABLE} is not JSON: {reason}") from None
+        raise WrongTFConfig(f"{VARIABLE} is not JSON: {reason}") from None
     config = _object(read, VARIABLE)
     _require_known(config, ("cluster", "task", "environment"), VARIABLE)
     if "cluster" not in config:
-        raise UsageError(f"{VARIABLE}.cluster is missing; without a cluster leave {VARIABLE} out")
+        raise WrongTFConfig(f"{VARIABLE}.cluster is missing; without a cluster leave {VARIABLE} out")
     cluster = _cluster(config["cluster"])
     return cluster, _task(config["task"], cluster) if "task" in config else None
 
@@ -97,24 +116,24 @@ def _cluster(value: Any) -> dict[str, tuple[str, ...]]:
     where = f"{VARIABLE}.cluster"
     jobs = _object(value, where)
     if "evaluator" in jobs:
-        raise UsageError(f"{where}.evaluator has no meaning here: {_EVALUATES}; leave it out")
+        raise WrongTFConfig(f"{where}.evaluator has no meaning here: {_EVALUATES}; leave it out")
     _require_known(jobs, JOBS, where)
     cluster: dict[str, tuple[str, ...]] = {}
     owners: dict[str, str] = {}
     for job, addresses in jobs.items():
         if not isinstance(addresses, list):
-            raise UsageError(f'{where}.{job} must be a list of "host:port", not {_shown(addresses)}')
+            raise WrongTFConfig(f'{where}.{job} must be a list of "host:port", not {_shown(addresses)}')
         if not addresses:
-            raise UsageError(f"{where}.{job} is empty; name its hosts, or leave it out")
+            raise WrongTFConfig(f"{where}.{job} is empty; name its hosts, or leave it out")
         for index, address in enumerate(addresses):
             field = f"{where}.{job}[{index}]"
             _require_address(address, field)
             if address in owners:
-                raise UsageError(f"{field} is {_shown(address)}, which {owners[address]} has already")
+                raise WrongTFConfig(f"{field} is {_shown(address)}, which {owners[address]} has already")
             owners[address] = field
         cluster[job] = tuple(addresses)
     if len(cluster.get("chief", ())) > 1:
-        raise UsageError(f"{where}.chief must be one host, not {len(cluster['chief'])}")
+        raise WrongTFConfig(f"{where}.chief must be one host, not {len(cluster['chief'])}")
     return cluster
 
 
@@ -124,7 +143,7 @@ def _require_address(value: Any, field: str) -> None:
         is_host = bool(host) and not set(host) & set(" /@?#,\"'\\") and (":" not in host or host[0] + host[-1] == "[]")
         if is_host and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536:
             return
-    raise UsageError(f'{field} must be "host:port" with a port of 1 to 65535, not {_shown(value)}')
+    raise WrongTFConfig(f'{field} must be "host:port" with a port of 1 to 65535, not {_shown(value)}')
 
 
 def _task(value: Any, cluster: Mapping[str, tuple[str, ...]]) -> Task:
@@ -133,16 +152,16 @@ def _task(value: Any, cluster: Mapping[str, tuple[str, ...]]) -> Task:
     _require_known(task, ("type", "index"), where)
     for field in ("type", "index"):
         if field not in task:
-            raise UsageError(f"{where}.{field} is missing")
+            raise WrongTFConfig(f"{where}.{field} is missing")
     job, index = task["type"], task["index"]
     if job == "evaluator":
-        raise UsageError(f"{where}.type=evaluator has nothing to do: {_EVALUATES}")
+        raise WrongTFConfig(f"{where}.type=evaluator has nothing to do: {_EVALUATES}")
     if not isinstance(job, str) or job not in cluster:
-        raise UsageError(
+        raise WrongTFConfig(
             f"{where}.type must be one of {', '.join(cluster) or 'the jobs of a cluster'}, not {_shown(job)}"
         )
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(cluster[job]):
-        raise UsageError(f"{where}.index must be 0 to {len(cluster[job]) - 1} for {job}, not {_shown(index)}")
+        raise WrongTFConfig(f"{where}.index must be 0 to {len(cluster[job]) - 1} for {job}, not {_shown(index)}")
     return Task(job, index)
 
 
@@ -150,21 +169,21 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise UsageError(f"{VARIABLE}: the field {_shown(key)} stands twice in one object")
+            raise WrongTFConfig(f"{VARIABLE}: the field {_shown(key)} stands twice in one object")
         found[key] = value
     return found
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UsageError(f"{where} must be an object, not {_shown(value)}")
+        raise WrongTFConfig(f"{where} must be an object, not {_shown(value)}")
     return value
 
 
 def _require_known(found: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     for key in found:
         if key not in known:
-            raise unknown(f"field of {where}:", key[:_MOST_SHOWN], known)
+            raise WrongTFConfig(str(unknown(f"field of {where}:", key[:_MOST_SHOWN], known)))
 
 
 def _shown(value: Any) -> str:

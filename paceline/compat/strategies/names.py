@@ -8,7 +8,7 @@ from typing import Literal, final
 import torch
 
 from paceline.compat.strategies.base import DistributionStrategy
-from paceline.compat.strategies.cluster_resolver import VARIABLE, TFConfigClusterResolver
+from paceline.compat.strategies.cluster_resolver import VARIABLE, TFConfigClusterResolver, WrongTFConfig
 from paceline.compat.strategies.devices import workers_on
 from paceline.config import DeviceChoice
 from paceline.engines.world import current
@@ -130,7 +130,7 @@ class MultiWorkerMirroredStrategy(DistributionStrategy):
         resolver = _resolver(self, cluster_resolver, workers)
         if resolver is not None:
             if resolver.num_tasks("ps"):
-                raise UsageError("TF_CONFIG.cluster.ps: all-reduce has no servers; use ParameterServerStrategy")
+                raise WrongTFConfig("TF_CONFIG.cluster.ps: all-reduce has no servers; use ParameterServerStrategy")
             workers = _trained_by(resolver, "chief", "worker")
         communication = communication_options or CommunicationOptions()
         super().__init__(
@@ -174,9 +174,10 @@ class ParameterServerStrategy(DistributionStrategy):
         if resolver is not None:
             workers, servers = _trained_by(resolver, "worker"), resolver.num_tasks("ps")
             if not servers:
-                raise UsageError(
+                raise WrongTFConfig(
                     "TF_CONFIG.cluster.ps is missing; name the servers, or use MultiWorkerMirroredStrategy"
                 )
+        takes_any_servers = servers is None
         if servers is None:
             world = current()
             servers = max(1, world.strategy.traits.num_servers) if world is not None else 1
@@ -185,6 +186,7 @@ class ParameterServerStrategy(DistributionStrategy):
             workers=workers,
             resolver=resolver,
             spans_hosts=resolver is not None and resolver.num_hosts("worker") > 1,
+            takes_any_servers=takes_any_servers,
         )
 
 
@@ -232,7 +234,7 @@ def _resolver(
 def _trained_by(resolver: TFConfigClusterResolver, *jobs: str) -> int:
     number = resolver.num_tasks(*jobs)
     if not number:
-        raise UsageError(f"TF_CONFIG.cluster.{jobs[-1]} is missing; name the hosts that train")
+        raise WrongTFConfig(f"TF_CONFIG.cluster.{jobs[-1]} is missing; name the hosts that train")
     return number
 
 

@@ -19,12 +19,16 @@ class Interrupted(KeyboardInterrupt):
     Args:
         directory: of the run's results.
         iteration: of the checkpoint there, where that is known.
+        how: it goes on, where the script has checkpoints of its own.
     """
 
-    def __init__(self, directory: Path, iteration: int | None = None) -> None:
+    def __init__(self, directory: Path, iteration: int | None = None, *, how: str = "") -> None:
         from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE  # here, because it loads torch
 
         self.directory, self.iteration = directory, iteration
+        if how:
+            super().__init__(f"interrupted; {how}")
+            return
         if not (directory / CHECKPOINT_FILE).exists():
             super().__init__(f"interrupted before anything was saved; {directory} has no checkpoint to resume from")
             return

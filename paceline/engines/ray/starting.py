@@ -15,7 +15,6 @@ from paceline.engines.ray.worker_actor import WorkerActor
 from paceline.engines.ray.world_spec import ServerInfo, WorkerInfo
 from paceline.errors import RunFailed
 
-_START_S = 120.0
 _TURN_S = 0.05
 
 
@@ -41,15 +40,15 @@ def start(job: Job, members: Members, launcher: LauncherAddress, *, turn: Callab
     for index, where in enumerate(servers):
         server = actor_of(ServerActor, where, max_concurrency=3, **variables)
         members.actors[f"server-{index}"] = server.remote(launcher, index)
-    infos = _infos(members, turn)
+    infos = _infos(members, turn, within_s=job.config.start_deadline_s)
     members.infos = {name: infos[name] for name in members.actors}
     return uses_cuda
 
 
-def _infos(members: Members, turn: Callable[[], None]) -> Mapping[str, WorkerInfo | ServerInfo]:
+def _infos(members: Members, turn: Callable[[], None], *, within_s: float) -> Mapping[str, WorkerInfo | ServerInfo]:
     waiting = {actor.hello.remote(): name for name, actor in members.actors.items()}
     infos: dict[str, WorkerInfo | ServerInfo] = {}
-    give_up_s = time.monotonic() + _START_S
+    give_up_s = time.monotonic() + within_s
     while waiting:
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=_TURN_S)
         for future in ready:
@@ -62,6 +61,7 @@ def _infos(members: Members, turn: Callable[[], None]) -> Mapping[str, WorkerInf
         if time.monotonic() > give_up_s:
             missing = ", ".join(sorted(waiting.values()))
             raise RunFailed(
-                f"{missing} did not start within {_START_S:g} s; the cluster may have no room: see `ray status`"
+                f"{missing} did not start within {within_s:g} s; where hosts are slow, give more with --start-deadline "
+                "SECONDS; the cluster may have no room: see `ray status`"
             )
     return infos

@@ -95,7 +95,8 @@ class Supervisor:
             why = self._controller.progress.not_saved
             if why is not None:  # a job in a queue, say, must not think that it can go on from there
                 raise RunFailed(f"interrupted, and the last checkpoint is not saved: {why}") from None
-            raise Interrupted(self._directory, iteration_of(self._directory / FILE_NAME)) from None
+            saved = iteration_of(self._directory / FILE_NAME)
+            raise Interrupted(self._directory, saved, how=self._controller.progress.how_to_go_on) from None
         except PacelineError as failure:
             with contextlib.suppress(KeyboardInterrupt, PacelineError):  # it ends anyway, and is to say why
                 self._abort(str(failure))
@@ -313,6 +314,8 @@ class Supervisor:
 
     def _remedy(self) -> str:
         iteration = iteration_of(self._directory / FILE_NAME)
+        if self._controller.progress.how_to_go_on:
+            return self._controller.progress.how_to_go_on
         if iteration is None:
             return f"{self._directory} has no checkpoint yet to go on from"
         return f"--resume {self._directory} goes on from its checkpoint of iteration {iteration}"

@@ -1,0 +1,83 @@
+"""Loops over what is not torch's: their steps are recorded, and budgets and interrupts end them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paceline
+from paceline.errors import RunFailed
+from tests.conformance import local_engine, virtual_engine
+from tests.conformance.local_engine import STOP_FILE
+from tests.conformance.rows import prepared
+
+ENGINES = {"virtual": virtual_engine, "processes": local_engine}
+WORKERS, STEPS = 3, 8
+
+
+def loop(out: Path, *, stops_at: int | None = None) -> None:
+    """Each worker's gradient is its rank: the mean is 1."""
+    worker = paceline.init()
+    weights = worker.broadcast_tree({"w": np.zeros(2)})
+    num_steps = 0
+    for _ in range(2):
+        for _ in range(STEPS // 2):
+            if not worker.begin_step(4 + worker.rank):
+                break
+            if num_steps == stops_at and worker.rank == 1:
+                (out / STOP_FILE).touch()
+            weights["w"] += worker.all_reduce_tree({"w": np.full(2, float(worker.rank))})["w"]
+            num_steps += 1
+    assert worker.is_over == (num_steps < STEPS)
+    np.save(out / f"{worker.rank}.npy", weights["w"])
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize(("max_steps", "wanted"), [(None, STEPS), (5, 5), (100, STEPS)])
+def test_steps_are_recorded_and_a_budget_ends_them(
+    engine: Any, max_steps: int | None, wanted: int, tmp_path: Path
+) -> None:
+    result = engine.run(
+        partial(loop, tmp_path), strategy="all-reduce", workers=WORKERS, out=tmp_path, max_steps=max_steps
+    )
+    for rank in range(WORKERS):
+        own = [record for record in result.steps if record.worker == rank]
+        assert [(record.step, record.iteration) for record in own] == [(n, n) for n in range(1, wanted + 1)]
+        assert {record.samples for record in own} == {4 + rank}
+        assert [record.time_s for record in own] == sorted(record.time_s for record in own)
+        assert all(record.compute_s >= 0 and record.communication_s >= 0 for record in own)
+        assert np.load(tmp_path / f"{rank}.npy").tolist() == [wanted] * 2
+    assert result.iteration == wanted
+
+
+def test_an_interrupt_ends_all_workers_at_one_step(tmp_path: Path) -> None:
+    program = partial(loop, tmp_path, stops_at=2)
+    result = local_engine.run(program, strategy="all-reduce", workers=WORKERS, out=tmp_path)
+    assert result.iteration < STEPS
+    assert {np.load(tmp_path / f"{rank}.npy")[0] for rank in range(WORKERS)} == {result.iteration}
+
+
+def after_prepare() -> None:
+    worker = paceline.init()
+    prepared(worker)
+    worker.begin_step(1)
+
+
+@pytest.mark.parametrize(
+    ("program", "settings", "said"),
+    [
+        (partial(loop, Path()), {"target": "accuracy=0.9"}, "--target needs a model that worker.prepare was given"),
+        (partial(loop, Path()), {"checkpoint_every": 2}, "--checkpoint-every needs a model"),
+        (after_prepare, {}, "for loops without worker.prepare"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    program: Callable[[], None], settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RunFailed, match=said):
+        virtual_engine.run(program, strategy="all-reduce", workers=2, out=tmp_path, **settings)

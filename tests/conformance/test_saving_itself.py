@@ -1,0 +1,42 @@
+"""A script that has checkpoints of its own: the run writes none, and says how the script goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.checkpoint import FILE_NAME
+from paceline.engines.ray.interrupts import Interrupted
+from paceline.engines.standing import Progress
+from paceline.errors import RunFailed
+from paceline.records import EventRecord, read_records
+from tests.conformance import local_engine
+from tests.conformance.rows import prepared, step
+
+
+def script() -> None:
+    worker = paceline.init()
+    worker.saves_itself("run it again with --load it")
+    worker.saves_itself("never said")
+    model, optimizer, loader = prepared(worker)
+    for x, y, _ in loader:
+        step(worker, model, optimizer, x, y)
+
+
+def test_the_run_saves_nothing_and_says_how_to_go_on(tmp_path: Path) -> None:
+    local_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path)
+    assert not (tmp_path / FILE_NAME).exists()
+    assert (tmp_path / "model.safetensors").exists()
+    progress = Progress()
+    progress.take(read_records(tmp_path, EventRecord))
+    said = str(Interrupted(tmp_path, how=progress.how_to_go_on))
+    assert said == "interrupted; this script has checkpoints of its own: run it again with --load it"
+
+
+@pytest.mark.parametrize("settings", [{"checkpoint_every": 2}, {"keep_best": "loss"}], ids=str)
+def test_what_is_for_other_checkpoints_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="is for Paceline's checkpoints, and this script has its own; run it again"):
+        local_engine.run(script, strategy="all-reduce", workers=2, out=tmp_path, **settings)

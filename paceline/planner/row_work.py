@@ -62,6 +62,7 @@ class WatchedTables(TableStore):
         self._requests: list[int] = []
         self._steps: list[dict[int, Tensor]] = []
         self._now: list[Mapping[int, Tensor]] = []
+        self._is_read_ahead = False
 
     def open_tables(self, specs: Sequence[TableSpec], *, keeping: Keeping | None = None) -> TableStore:
         self._tables = [Table(spec) for spec in specs]
@@ -72,6 +73,9 @@ class WatchedTables(TableStore):
         if not is_fresh:
             self._now.append(wanted)
         return {table: self._tables[table].read(keys) for table, keys in wanted.items()}
+
+    def read_ahead(self, wanted: Mapping[int, Tensor]) -> None:
+        self._is_read_ahead = True
 
     def push(
         self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()

@@ -4,7 +4,7 @@ Sans-IO, like `ClientCore`, and one conversation at a time.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -16,7 +16,7 @@ from paceline.messages import Kind, Message, Raw, WireError, cut_for, from_frame
 from paceline.row_file import RowFile
 from paceline.server.actions import Send
 from paceline.server.state import pack, unpack
-from paceline.server.tables.changes import Changes
+from paceline.server.tables.changes import Changes, Replaced
 from paceline.server.tables.dividing import divided, joined
 from paceline.server.tables.hashing import each_owns, mixed
 from paceline.server.tables.spec import RowGradients, TableSpec
@@ -46,6 +46,10 @@ class TableClient:
         self._error: WireError | None = None
         self._read: dict[int, list[Tensor]] = {}
         """Of each table whose rows were asked for last: which of them each server has."""
+        self._ahead: Mapping[int, Tensor] = {}
+        """Of each of these that was read ahead: the rows that were given, of servers that were asked then."""
+        self._ahead_of: frozenset[int] = frozenset()
+        """Servers that were asked then."""
         self._followed: Sequence[int] = ()
 
     # --- conversations ------------------------------------------------------------------------------------------
@@ -55,18 +59,38 @@ class TableClient:
         body = {"tables": [spec.plain() for spec in self._specs], "num_servers": self._num_servers}
         return self._ask("opening tables", Kind.OPEN_TABLES, [(body, [])] * self._num_servers)
 
-    def read(self, wanted: Mapping[int, Tensor]) -> list[Send]:
-        """Ask for the rows of each table's keys; servers that have none of them are not asked."""
-        self._read = {table: self._places(keys) for table, keys in wanted.items()}
-        names = " and ".join(repr(self._specs[table].name) for table in wanted)
+    def read(self, wanted: Mapping[int, Tensor], ahead: "TableClient | None" = None) -> list[Send]:
+        """Ask for the rows of each table's keys; servers that have none of them are not asked.
+
+        Args:
+            ahead: has read those of all these tables, or of none; servers that it has asked say what has changed.
+        """
+        self._read = {table: self._places(keys) for table, keys in wanted.items()} if ahead is None else ahead._read
+        self._ahead = {} if ahead is None else ahead.rows()
+        self._ahead_of = frozenset() if ahead is None else frozenset(ahead._answers)
         requests = [self._reading(server, wanted) for server in range(self._num_servers)]
-        return self._ask(f"rows of table {names}", Kind.READ_ROWS, requests)
+        return self._ask(f"rows of table {self._names(wanted)}", Kind.READ_ROWS, requests)
+
+    def read_ahead(self, wanted: Mapping[int, Tensor], servers: Collection[int]) -> list[Send]:
+        """Ask these servers for rows that another of these clients is to `read` with the next batch."""
+        self._read = {table: self._places(keys) for table, keys in wanted.items()}
+        requests = [self._reading(server, wanted) if server in servers else None for server in range(self._num_servers)]
+        return self._ask(f"rows ahead of table {self._names(wanted)}", Kind.READ_AHEAD, requests)
+
+    def _names(self, tables: Iterable[int]) -> str:
+        return " and ".join(repr(self._specs[table].name) for table in tables)
 
     def _reading(self, server: int, wanted: Mapping[int, Tensor]) -> Given | None:
         """What one server is asked; none: it has no row of these."""
-        own = {table: self._read[table][server] for table in wanted if len(self._read[table][server])}
+        own = self._of_server(server)
+        if server in self._ahead_of:
+            return {"tables": [], "counts": [], "since": list(own)}, []
         keys = [wanted[table].index_select(0, places) for table, places in own.items()]
         return ({"tables": list(own), "counts": [len(each) for each in keys]}, keys) if own else None
+
+    def _of_server(self, server: int) -> dict[int, Tensor]:
+        """Of each table whose rows were asked for and are this server's, where they are among those."""
+        return {table: places[server] for table, places in self._read.items() if len(places[server])}
 
     def changed(self, tables: Sequence[int], *, looks: bool = False) -> list[Send]:
         """Ask for the rows of these tables that have changed since this worker asked last; if it only `looks`, it asks
@@ -80,15 +104,17 @@ class TableClient:
         return self._ask("where rows are", Kind.SHOW_ROWS, [({}, [])] * self._num_servers)
 
     def push(
-        self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
+        self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = (), clock: int
     ) -> list[Send]:
         """Give every server the gradients of its rows, for the update that the worker's next push of the model is for.
 
         Args:
             gradients: for each table; none: it was not used.
             lrs: for each table, the learning rate; none, also as a whole: its optimizer's own.
+            clock: of that push.
         """
-        return self._ask("gradients of rows", Kind.PUSH_ROWS, self.parts(gradients, weight=weight, lrs=lrs))
+        parts = self.parts(gradients, weight=weight, lrs=lrs)
+        return self._ask("gradients of rows", Kind.PUSH_ROWS, parts, clock=clock)
 
     def parts(
         self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
@@ -167,15 +193,35 @@ class TableClient:
 
     def rows(self) -> dict[int, Tensor]:
         """Of each table those that were asked for, in the order of the keys, shape (keys, dim)."""
-        found = {table: self._specs[table].empty_rows(sum(map(len, places))) for table, places in self._read.items()}
+        found = {
+            table: self._ahead[table] if table in self._ahead else self._specs[table].empty_rows(sum(map(len, places)))
+            for table, places in self._read.items()
+        }
         for server, answer in self._answers.items():
             if answer is not None:
-                own = {table: places[server] for table, places in self._read.items() if len(places[server])}
+                own = self._of_server(server)
+                if server in self._ahead_of:
+                    self._put_changed(found, own, answer)
+                    continue
                 parts = [self._specs[table].empty_rows(len(places)) for table, places in own.items()]
                 from_frames(cut_for(answer.payload, parts), parts)
                 for (table, places), part in zip(own.items(), parts, strict=True):
                     found[table].index_copy_(0, places, part)
         return found
+
+    def _put_changed(self, found: Mapping[int, Tensor], own: Mapping[int, Tensor], answer: Message) -> None:
+        """What has changed since it was read ahead. Raises WireError if a server tells of other tables."""
+        counts = answer.body["changed"]
+        if len(counts) != len(own):
+            raise WireError(f"a server tells of {len(counts)} tables instead of {len(own)}")
+        parts = [
+            Replaced(torch.empty(count, dtype=torch.int32), self._specs[table].empty_rows(count))
+            for table, count in zip(own, counts, strict=True)
+        ]
+        tensors = [tensor for part in parts for tensor in part]
+        from_frames(cut_for(answer.payload, tensors), tensors)
+        for (table, places), part in zip(own.items(), parts, strict=True):
+            found[table].index_copy_(0, places[part.places], part.rows)
 
     def changes(self) -> dict[int, Changes]:
         """Of each table that was asked for. Raises WireError if a server tells of other tables."""
@@ -239,7 +285,12 @@ class TableClient:
         return each_owns(mixed(keys), self._num_servers)
 
     def _ask(
-        self, what: str, kind: Kind, requests: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]] | None]
+        self,
+        what: str,
+        kind: Kind,
+        requests: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]] | None],
+        *,
+        clock: int = 0,
     ) -> list[Send]:
         """Each server that there is a request for is to answer once."""
         self.what, self.moved_bytes, self._error, self._answers, self._asked = what, 0, None, {}, {}
@@ -250,7 +301,15 @@ class TableClient:
             body, tensors = request
             payload: list[Raw] = list(to_frames(tensors))
             num_bytes = sum(tensor.nbytes for tensor in tensors)
-            message = Message(kind, self._epoch, sender=self._rank, body=body, payload=payload, tensor_bytes=num_bytes)
+            message = Message(
+                kind,
+                self._epoch,
+                sender=self._rank,
+                clock=clock,
+                body=body,
+                payload=payload,
+                tensor_bytes=num_bytes,
+            )
             self._answers[index], self._asked[index] = None, message
             self.moved_bytes += message.num_bytes
             sends.append(Send(index, message))

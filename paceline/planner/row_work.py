@@ -34,6 +34,8 @@ class RowWork:
     """Of gradients, with their keys."""
     updated_bytes: tuple[float, ...]
     """Read and written to update the rows of 1, 2, ... workers' batches at once."""
+    is_read_ahead: bool = False
+    """Rows of the next batch come while a step is computed, which plans do not price."""
 
     def asked_bytes(self, row_staleness: int) -> tuple[float, float]:
         return self.asked[min(row_staleness, len(self.asked) - 1)]
@@ -114,6 +116,7 @@ class WatchedTables(TableStore):
             asked=tuple(asked),
             sent_bytes=_mean(steps, sent),
             updated_bytes=together(steps, touched),
+            is_read_ahead=self._is_read_ahead,
         )
 
     def _asked(self, staleness: int) -> list[dict[int, Tensor]]:

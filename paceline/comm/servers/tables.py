@@ -19,6 +19,7 @@ from paceline.server.actions import Send
 from paceline.server.spec import Reply
 from paceline.server.tables.changes import Changes
 from paceline.server.tables.client_core import Given, TableClient
+from paceline.server.tables.hashing import owners
 from paceline.server.tables.kept_rows import Keeping, KeptRows
 from paceline.server.tables.row_optimizers import RowOptimizer, with_lr
 from paceline.server.tables.spec import RowGradients, TableSpec
@@ -70,9 +71,10 @@ class ServedTables(TableStore):
         new_client = partial(TableClient, specs, rank=collective.rank, epoch=epoch, num_servers=len(carrier.beside))
         self._client, self._ahead = new_client(), new_client()
         self._wanted_ahead: Mapping[int, Tensor] | None = None
+        self._is_ahead: Mapping[int, Tensor] = {}  # of each table's: which were read ahead
+        self._present: dict[int, Tensor] = {}  # by table, the keys of what this worker is training on
         # To read from a server on this host takes no network.
-        asked_ahead = [not is_beside and carrier.reads_ahead for is_beside in carrier.beside]
-        self._asked_ahead = [server for server, is_asked in enumerate(asked_ahead) if is_asked]
+        self._asks_ahead = torch.tensor([not is_beside and carrier.reads_ahead for is_beside in carrier.beside])
         if collective.rank == 0:
             self._ask(self._client.open())
         collective.barrier()
@@ -90,18 +92,27 @@ class ServedTables(TableStore):
             self._timing.moved_bytes += 2 * HEAD_BYTES * self._seen.num_read + keys.nbytes + seen.nbytes
         if rows:
             self._timing.communication_s += time.perf_counter() - began_s
+        if not is_fresh:
+            self._present.update(wanted)
         keeping = None if is_fresh else self._keeping
         return rows | (self._asked(left) if keeping is None else self._read_or_keep(left, keeping))
 
     def read_ahead(self, wanted: Mapping[int, Tensor]) -> None:
-        if not self._asked_ahead:
+        if not self._asks_ahead.any():
             return
         self._end_reading_ahead()
         if self._keeping is not None:
             clock = self._clock() + 1
             wanted = {table: keys[~self._kept[table].find(keys, clock=clock).is_kept] for table, keys in wanted.items()}
         self._wanted_ahead = wanted
-        self._carrier.set_off(self._ahead, self._ahead.read_ahead(wanted, self._asked_ahead))
+        self._is_ahead = {table: self._comes_ahead(table, keys) for table, keys in wanted.items()}
+        ahead = {table: keys[self._is_ahead[table]] for table, keys in wanted.items()}
+        self._carrier.set_off(self._ahead, self._ahead.read_ahead(ahead))
+
+    def _comes_ahead(self, table: int, keys: Tensor) -> Tensor:
+        """Which of these to read ahead: not those that this worker's own step is about to change."""
+        is_elsewhere = self._asks_ahead[owners(keys, len(self._asks_ahead))]
+        return is_elsewhere & ~torch.isin(keys, self._present[table]) if table in self._present else is_elsewhere
 
     def _end_reading_ahead(self) -> Mapping[int, Tensor] | None:
         """What was read ahead, all of which is here now."""
@@ -112,7 +123,10 @@ class ServedTables(TableStore):
 
     def _asked(self, wanted: Mapping[int, Tensor]) -> dict[int, Tensor]:
         is_ahead = _are_equal(wanted, self._wanted_ahead) and self._end_reading_ahead() is not None
-        sends = self._client.read(wanted, self._ahead if is_ahead else None)
+        if is_ahead:
+            sends = self._client.read(wanted, ahead=self._ahead, is_ahead=self._is_ahead)
+        else:
+            sends = self._client.read(wanted)
         if sends:  # there is a key
             self._timed(sends)
         return self._client.rows()

@@ -4,8 +4,9 @@ Sans-IO, like `ClientCore`, and one conversation at a time.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -46,10 +47,10 @@ class TableClient:
         self._error: WireError | None = None
         self._read: dict[int, list[Tensor]] = {}
         """Of each table whose rows were asked for last: which of them each server has."""
+        self._is_ahead: Mapping[int, Tensor] = {}
+        """Of each of these, some of which were read ahead: which."""
         self._ahead: Mapping[int, Tensor] = {}
-        """Of each of these that was read ahead: the rows that were given, of servers that were asked then."""
-        self._ahead_of: frozenset[int] = frozenset()
-        """Servers that were asked then."""
+        """As these came."""
         self._followed: Sequence[int] = ()
 
     # --- conversations ------------------------------------------------------------------------------------------
@@ -59,38 +60,50 @@ class TableClient:
         body = {"tables": [spec.plain() for spec in self._specs], "num_servers": self._num_servers}
         return self._ask("opening tables", Kind.OPEN_TABLES, [(body, [])] * self._num_servers)
 
-    def read(self, wanted: Mapping[int, Tensor], ahead: "TableClient | None" = None) -> list[Send]:
+    def read(
+        self,
+        wanted: Mapping[int, Tensor],
+        *,
+        ahead: "TableClient | None" = None,
+        is_ahead: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> list[Send]:
         """Ask for the rows of each table's keys; servers that have none of them are not asked.
 
         Args:
-            ahead: has read those of all these tables, or of none; servers that it has asked say what has changed.
+            ahead: has read some of them ahead, of which servers say what has changed.
+            is_ahead: of each table's keys, which these are.
         """
-        self._read = {table: self._places(keys) for table, keys in wanted.items()} if ahead is None else ahead._read
-        self._ahead = {} if ahead is None else ahead.rows()
-        self._ahead_of = frozenset() if ahead is None else frozenset(ahead._answers)
+        self._read = {table: self._places(keys) for table, keys in wanted.items()}
+        self._is_ahead, self._ahead = is_ahead, {} if ahead is None else ahead.rows()
         requests = [self._reading(server, wanted) for server in range(self._num_servers)]
         return self._ask(f"rows of table {self._names(wanted)}", Kind.READ_ROWS, requests)
 
-    def read_ahead(self, wanted: Mapping[int, Tensor], servers: Collection[int]) -> list[Send]:
-        """Ask these servers for rows that another of these clients is to `read` with the next batch."""
+    def read_ahead(self, wanted: Mapping[int, Tensor]) -> list[Send]:
+        """Ask for rows that another of these clients is to `read` with the next batch."""
         self._read = {table: self._places(keys) for table, keys in wanted.items()}
-        requests = [self._reading(server, wanted) if server in servers else None for server in range(self._num_servers)]
-        return self._ask(f"rows ahead of table {self._names(wanted)}", Kind.READ_AHEAD, requests)
+        requests = [self._reading(server, wanted) for server in range(self._num_servers)]
+        return self._ask(f"rows of table {self._names(wanted)}, ahead", Kind.READ_AHEAD, requests)
 
     def _names(self, tables: Iterable[int]) -> str:
         return " and ".join(repr(self._specs[table].name) for table in tables)
 
     def _reading(self, server: int, wanted: Mapping[int, Tensor]) -> Given | None:
         """What one server is asked; none: it has no row of these."""
-        own = self._of_server(server)
-        if server in self._ahead_of:
-            return {"tables": [], "counts": [], "since": list(own)}, []
-        keys = [wanted[table].index_select(0, places) for table, places in own.items()]
-        return ({"tables": list(own), "counts": [len(each) for each in keys]}, keys) if own else None
+        new, ahead = self._of_server(server)
+        keys = [wanted[table].index_select(0, places) for table, places in new.items()]
+        body = {"tables": list(new), "counts": [len(each) for each in keys], **({"since": list(ahead)} if ahead else {})}
+        return (body, keys) if new or ahead else None
 
-    def _of_server(self, server: int) -> dict[int, Tensor]:
-        """Of each table whose rows were asked for and are this server's, where they are among those."""
-        return {table: places[server] for table, places in self._read.items() if len(places[server])}
+    def _of_server(self, server: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """By table, where this server's rows are among those that were asked for; and those that were read ahead."""
+        new, ahead = {}, {}
+        for table, by_server in self._read.items():
+            places = by_server[server]
+            if table in self._is_ahead:
+                is_ahead = self._is_ahead[table][places]
+                places, ahead[table] = places[~is_ahead], places[is_ahead]
+            new[table] = places
+        return _some(new), _some(ahead)
 
     def changed(self, tables: Sequence[int], *, looks: bool = False) -> list[Send]:
         """Ask for the rows of these tables that have changed since this worker asked last; if it only `looks`, it asks
@@ -193,35 +206,27 @@ class TableClient:
 
     def rows(self) -> dict[int, Tensor]:
         """Of each table those that were asked for, in the order of the keys, shape (keys, dim)."""
-        found = {
-            table: self._ahead[table] if table in self._ahead else self._specs[table].empty_rows(sum(map(len, places)))
-            for table, places in self._read.items()
-        }
+        found = {table: self._specs[table].empty_rows(sum(map(len, places))) for table, places in self._read.items()}
+        for table, rows in self._ahead.items():
+            found[table][self._is_ahead[table]] = rows
         for server, answer in self._answers.items():
             if answer is not None:
-                own = self._of_server(server)
-                if server in self._ahead_of:
-                    self._put_changed(found, own, answer)
-                    continue
-                parts = [self._specs[table].empty_rows(len(places)) for table, places in own.items()]
-                from_frames(cut_for(answer.payload, parts), parts)
-                for (table, places), part in zip(own.items(), parts, strict=True):
-                    found[table].index_copy_(0, places, part)
+                new, ahead = self._of_server(server)
+                counts = answer.body.get("changed", [])
+                if len(counts) != len(ahead):
+                    raise WireError(f"a server tells of {len(counts)} tables instead of {len(ahead)}")
+                rows = [self._specs[table].empty_rows(len(places)) for table, places in new.items()]
+                replaced = [
+                    Replaced(torch.empty(count, dtype=torch.int32), self._specs[table].empty_rows(count))
+                    for table, count in zip(ahead, counts, strict=True)
+                ]
+                tensors = [*rows, *(tensor for each in replaced for tensor in each)]
+                from_frames(cut_for(answer.payload, tensors), tensors)
+                for (table, places), own in zip(new.items(), rows, strict=True):
+                    found[table].index_copy_(0, places, own)
+                for (table, places), (changed, own) in zip(ahead.items(), replaced, strict=True):
+                    found[table].index_copy_(0, places[changed], own)
         return found
-
-    def _put_changed(self, found: Mapping[int, Tensor], own: Mapping[int, Tensor], answer: Message) -> None:
-        """What has changed since it was read ahead. Raises WireError if a server tells of other tables."""
-        counts = answer.body["changed"]
-        if len(counts) != len(own):
-            raise WireError(f"a server tells of {len(counts)} tables instead of {len(own)}")
-        parts = [
-            Replaced(torch.empty(count, dtype=torch.int32), self._specs[table].empty_rows(count))
-            for table, count in zip(own, counts, strict=True)
-        ]
-        tensors = [tensor for part in parts for tensor in part]
-        from_frames(cut_for(answer.payload, tensors), tensors)
-        for (table, places), part in zip(own.items(), parts, strict=True):
-            found[table].index_copy_(0, places[part.places], part.rows)
 
     def changes(self) -> dict[int, Changes]:
         """Of each table that was asked for. Raises WireError if a server tells of other tables."""
@@ -314,3 +319,7 @@ class TableClient:
             self.moved_bytes += message.num_bytes
             sends.append(Send(index, message))
         return sends
+
+
+def _some(places: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {table: each for table, each in places.items() if len(each)}

@@ -16,7 +16,6 @@ from paceline.server.tables.row_optimizers import RowOptimizer, of_text, with_lr
 from paceline.server.tables.spec import RowGradients, TableSpec, are_different, summed
 from paceline.server.tables.table import Table
 
-
 T = TypeVar("T")
 
 

@@ -37,8 +37,7 @@ def test_an_update_is_the_weighted_mean_of_all_workers(
 
 
 def test_one_update_has_one_learning_rate() -> None:
-    """The worker whose rate is another one is told so when it gives it, before servers have all that an update needs.
-    """
+    """The worker whose rate is another one is told so when it gives it, before anything is updated."""
     net = Net(spec_of("sgd:lr=1", std=0.0), num_servers=2, num_workers=3)
 
     def push(worker: int, lr: float | None, *, clock: int, keys: Sequence[int] | None = (3,)) -> None:

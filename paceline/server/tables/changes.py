@@ -1,4 +1,4 @@
-"""Which rows have changed since a worker last asked: what it lacks, if it has all others, or those of its next batch."""
+"""Which rows have changed since a worker last asked, if it has all others or those of its next batch: what it lacks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

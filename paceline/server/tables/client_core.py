@@ -91,7 +91,11 @@ class TableClient:
         """What one server is asked; none: it has no row of these."""
         new, ahead = self._of_server(server)
         keys = [wanted[table].index_select(0, places) for table, places in new.items()]
-        body = {"tables": list(new), "counts": [len(each) for each in keys], **({"since": list(ahead)} if ahead else {})}
+        body = {
+            "tables": list(new),
+            "counts": [len(each) for each in keys],
+            **({"since": list(ahead)} if ahead else {}),
+        }
         return (body, keys) if new or ahead else None
 
     def _of_server(self, server: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
@@ -207,8 +211,8 @@ class TableClient:
     def rows(self) -> dict[int, Tensor]:
         """Of each table those that were asked for, in the order of the keys, shape (keys, dim)."""
         found = {table: self._specs[table].empty_rows(sum(map(len, places))) for table, places in self._read.items()}
-        for table, rows in self._ahead.items():
-            found[table][self._is_ahead[table]] = rows
+        for table, came in self._ahead.items():
+            found[table][self._is_ahead[table]] = came
         for server, answer in self._answers.items():
             if answer is not None:
                 new, ahead = self._of_server(server)

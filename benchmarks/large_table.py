@@ -123,6 +123,7 @@ def run(gbyte: float, mbytes: float, directory: str, *, resume: str | None = Non
         device="cpu",
         watcher=Quiet(),
         checkpoint_every=checkpoints_every(gbyte),
+        deadline_s=300.0 + 60.0 * gbyte,  # a server saves, or loads, its whole table before it answers
         out=f"{directory}/run",
         resume=resume,
     )

@@ -68,6 +68,7 @@ class Kind(IntEnum):
     CHANGED_ROWS = 28
     STEP_ASIDE = 29
     COME_BACK = 30
+    READ_AHEAD = 31
     RECORDS = 32
     PULSE = 33
     FILE = 34

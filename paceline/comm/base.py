@@ -386,6 +386,11 @@ class TableStore(ABC):
         """
 
     @abstractmethod
+    def read_ahead(self, wanted: Mapping[int, Tensor]) -> None:
+        """The next `read` is of these, after an exchange: have what takes long of it done meanwhile. It gives the same
+        as ever, and may be of others."""
+
+    @abstractmethod
     def push(
         self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
     ) -> None:

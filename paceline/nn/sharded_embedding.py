@@ -1,9 +1,9 @@
 """An embedding whose rows are not among the model's parameters: servers hold them, or this process alone."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from paceline.row_file import RowFile
 from paceline.server.tables.row_optimizers import RowOptimizer, of_text, with_lr
 from paceline.server.tables.spec import RowGradients, TableSpec, are_different, summed
 from paceline.server.tables.table import Table
+
+T = TypeVar("T")
 
 
 class Holder(Protocol):
@@ -41,6 +43,10 @@ class Home(Holder, Protocol):
 
     def expect(self, keys: Tensor) -> None:
         """These keys' rows are read next, so that the first of several tables to read can bring the others' rows."""
+
+    def expect_next(self, keys: Tensor) -> None:
+        """These keys' rows are read with the next batch, so that they can be under way while the script trains on the
+        present one."""
 
     def read(self, keys: Tensor, *, is_fresh: bool) -> Tensor:
         """The rows of these keys, none twice, shape (keys, dim); if `is_fresh`, as they are now."""
@@ -273,14 +279,45 @@ def read_together(wanted: Sequence[tuple[ShardedEmbedding, Tensor]]) -> list[Ten
     Raises:
         UsageError: as the tables do, or a table comes twice.
     """
-    for index, (table, _) in enumerate(wanted):
-        if any(table is other for other, _ in wanted[:index]):
-            raise UsageError(f"table {table.spec.name!r} comes twice among tables that are read together")
+    _require_once(wanted)
     once = [(table, keys, *table._once(keys)) for table, keys in wanted]
     for table, _, unique, _ in once:
         if table._home is not None:
             table._home.expect(unique.cpu())
     return [table._shaped(keys, table._read(unique), places) for table, keys, unique, places in once]
+
+
+def read_ahead(batches: Iterable[T], wanted: Callable[[T], Sequence[tuple[ShardedEmbedding, Tensor]]]) -> Iterator[T]:
+    """These batches, each handed out when the one after it is known, whose rows come from servers on other hosts while
+    the script trains. The script gets the same rows as ever: those that have changed meanwhile come anew.
+
+    Args:
+        batches: a loader, or one pass over it.
+        wanted: of a batch, the tables, each once, and the keys that the model looks up in them.
+
+    Raises:
+        UsageError: as the tables do, or a table comes twice.
+    """
+    present: list[T] = []
+    for following in batches:
+        if present:
+            _expect_next(wanted(following))
+            yield present.pop()
+        present.append(following)
+    yield from present
+
+
+def _expect_next(wanted: Sequence[tuple[ShardedEmbedding, Tensor]]) -> None:
+    _require_once(wanted)
+    for table, keys in wanted:
+        if table._home is not None:
+            table._home.expect_next(table._once(keys)[0].cpu())
+
+
+def _require_once(wanted: Sequence[tuple[ShardedEmbedding, Tensor]]) -> None:
+    for index, (table, _) in enumerate(wanted):
+        if any(table is other for other, _ in wanted[:index]):
+            raise UsageError(f"table {table.spec.name!r} comes twice among tables that are read together")
 
 
 class _Noted(torch.autograd.Function):

@@ -34,6 +34,8 @@ class RowWork:
     """Of gradients, with their keys."""
     updated_bytes: tuple[float, ...]
     """Read and written to update the rows of 1, 2, ... workers' batches at once."""
+    is_read_ahead: bool = False
+    """Rows of the next batch come while a step is computed, which plans do not price."""
 
     def asked_bytes(self, row_staleness: int) -> tuple[float, float]:
         return self.asked[min(row_staleness, len(self.asked) - 1)]
@@ -62,6 +64,7 @@ class WatchedTables(TableStore):
         self._requests: list[int] = []
         self._steps: list[dict[int, Tensor]] = []
         self._now: list[Mapping[int, Tensor]] = []
+        self._is_read_ahead = False
 
     def open_tables(self, specs: Sequence[TableSpec], *, keeping: Keeping | None = None) -> TableStore:
         self._tables = [Table(spec) for spec in specs]
@@ -72,6 +75,9 @@ class WatchedTables(TableStore):
         if not is_fresh:
             self._now.append(wanted)
         return {table: self._tables[table].read(keys) for table, keys in wanted.items()}
+
+    def read_ahead(self, wanted: Mapping[int, Tensor]) -> None:
+        self._is_read_ahead = True
 
     def push(
         self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
@@ -110,6 +116,7 @@ class WatchedTables(TableStore):
             asked=tuple(asked),
             sent_bytes=_mean(steps, sent),
             updated_bytes=together(steps, touched),
+            is_read_ahead=self._is_read_ahead,
         )
 
     def _asked(self, staleness: int) -> list[dict[int, Tensor]]:

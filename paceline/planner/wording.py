@@ -33,6 +33,12 @@ _WHY_UNRANKED: dict[Unranked, str] = {
 }
 
 
+_AHEAD = (
+    "The script reads rows ahead (read_ahead), which no plan prices: each step is taken to wait for its rows. "
+    "--engine virtual has them come while others move."
+)
+
+
 def answer(plan: Plan) -> list[str]:
     lines = [*_best(plan), *_failures(plan), *_knees(plan), *_ratio(plan)]
     if plan.noise is not None:
@@ -58,10 +64,11 @@ def _rows(plan: Plan) -> list[str]:
         words.quantity(num_bytes / 1e6)
         for num_bytes in (sum(rows.asked_bytes(0)), sum(rows.asked_bytes(_KEPT_STEPS)), rows.sent_bytes)
     )
-    return [
+    told = (
         f"Rows of tables: a worker's step asks servers for {asked} MB and sends {sent} MB, by the keys of the script's "
         f"first batches; with row_staleness={_KEPT_STEPS} it would ask for {seldom} MB."
-    ]
+    )
+    return [told, _AHEAD] if rows.is_read_ahead else [told]
 
 
 def _weights(plan: Plan) -> list[str]:

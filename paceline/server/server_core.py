@@ -132,6 +132,7 @@ class ServerCore:
         answering.some_read_for_themselves = memory is not None
         self._is_timed = self.parts[-1].shard.rule.is_timed
         self._tables.files = spec.table_files
+        self._tables.joins = spec.rule.joins
         self._tables.may_lend = spec.rule.is_free and not spec.outlives_workers
         self._spec = spec
 
@@ -421,7 +422,9 @@ class ServerCore:
 
     def _about_rows(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         clock = self.parts[-1].shard.rule.complete if self.parts else 0  # of the shard that rows are updated with
-        yield Send(message.sender, self.message(Kind.OK, clock=clock, **self._tables.receive(message)))
+        # What was asked ahead is answered so, that a worker knows it from what it has asked meanwhile.
+        kind = Kind.READ_AHEAD if message.kind is Kind.READ_AHEAD else Kind.OK
+        yield Send(message.sender, self.message(kind, clock=clock, **self._tables.receive(message)))
 
     def _parts_of(self, message: Message) -> list[tuple[int, Part]]:
         """The shards that a message is about, with their indices. Raises WireError if there is no such shard."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class ServedRows:
         self._log = context.log if keeping is not None else None
         self._weights = dict(enumerate(weights, len(tables)))
         self._store = store.open_tables([each.spec for each in self._all], keeping=keeping) if self._all else None
-        self._together = _Together({}, {})
+        self._together = _Together()
         for number, table in enumerate(tables):
             assert self._store is not None
             rows = table.rows()
@@ -82,7 +82,7 @@ class ServedRows:
     def push(self, *, weight: float, is_void: bool) -> None:
         """Give the servers what backward passes have found, for the update that the next push of the model is for; or
         drop it, if that is to be none."""
-        self._together.brought.clear()
+        self._together.end_step()
         gradients = [each.take_gradients() for each in self._all]
         if self._store is not None and not is_void:
             self._store.push(gradients, weight=weight, lrs=[each.changed_lr for each in self._all])
@@ -109,37 +109,68 @@ class ServedRows:
             self._log({"rows_read": self._store.num_read, "rows_kept": self._store.num_kept})
 
 
-class _Together(NamedTuple):
-    """What the tables of a worker read in one request."""
+@final
+class _Together:
+    """What the tables of a worker read in one request, and ahead."""
 
-    expected: dict[int, Tensor]
-    """By table, the keys of rows that are read next."""
-    brought: dict[int, tuple[Tensor, Tensor]]
-    """By table, keys and rows that came with another table's."""
+    def __init__(self) -> None:
+        self.expected: dict[int, Tensor] = {}
+        """By table, the keys of rows that are read next."""
+        self.announced: dict[int, Tensor] = {}
+        """Those of the next batch."""
+        self._brought: dict[int, tuple[Tensor, Tensor]] = {}  # by table, keys and rows that came with another table's
+        self._ahead: dict[int, Tensor] = {}  # keys of the next batch whose rows are under way
+        self._were_read: set[int] = set()  # tables, since any was announced
+
+    def announce(self, table: int, keys: Tensor) -> None:
+        self.announced[table] = keys
+        self._were_read.clear()
+
+    def read(self, store: TableStore, table: int, keys: Tensor, *, is_fresh: bool) -> Tensor:
+        brought = self._brought.pop(table, None)
+        if brought is not None and torch.equal(brought[0], keys):
+            return brought[1]
+        wanted = {**self.expected, table: keys}
+        self.expected.clear()
+        if not is_fresh:
+            ahead, self._ahead = self._ahead, {}
+            if all(each in ahead and torch.equal(ahead[each], keys) for each, keys in wanted.items()):
+                wanted = ahead
+        found = store.read(wanted, is_fresh=is_fresh)
+        self._brought.update({each: (wanted[each], rows) for each, rows in found.items() if each != table})
+        if not is_fresh:
+            self._were_read |= found.keys()
+            self._read_ahead(store)
+        return found[table]
+
+    def _read_ahead(self, store: TableStore) -> None:
+        """The next batch's rows, once nothing that this one needs comes behind them."""
+        if self.announced and self.announced.keys() <= self._were_read:
+            self._ahead, self.announced = self.announced, {}
+            store.read_ahead(self._ahead)
+
+    def end_step(self) -> None:
+        self._brought.clear()
+        self.announced.clear()
 
 
 @final
 class _Elsewhere:
     """A table's home on the servers."""
 
-    def __init__(self, store: TableStore, number: int, together: "_Together") -> None:
+    def __init__(self, store: TableStore, number: int, together: _Together) -> None:
         self._store, self._number, self._together = store, number, together
 
     def expect(self, keys: Tensor) -> None:
         self._together.expected[self._number] = keys
 
+    def expect_next(self, keys: Tensor) -> None:
+        self._together.announce(self._number, keys)
+
     def read(self, keys: Tensor, *, is_fresh: bool) -> Tensor:
-        together, own = self._together, self._number
-        brought = together.brought.pop(own, None)
-        if brought is not None and torch.equal(brought[0], keys):
-            return brought[1]
-        wanted = {**together.expected, own: keys}
-        together.expected.clear()
         # The virtual engine counts the script's operations. Those of requests are none, nor those of other workers.
         with _disable_current_modes():
-            found = self._store.read(wanted, is_fresh=is_fresh)
-        together.brought.update({table: (wanted[table], rows) for table, rows in found.items() if table != own})
-        return found[own]
+            return self._together.read(self._store, self._number, keys, is_fresh=is_fresh)
 
     def __deepcopy__(self, memo: object) -> "_Elsewhere":
         """A copy of the model looks at the same rows."""

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.nn import Adagrad, ShardedEmbedding
+from paceline.nn import Adagrad, ShardedEmbedding, read_ahead
 
 ROWS = Adagrad(lr=0.1, initial=0.01)
 STD = 0.01
@@ -42,12 +42,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--optimizer", help=f"of the rows in a table (default {ROWS})")
     parser.add_argument("--lr", type=float, default=0.01, help="of what is no row")
     parser.add_argument("--batch-size", type=int, default=256, help="lines a step")
+    parser.add_argument("--ahead", action="store_true", help="rows of the next lines come while a step is computed")
     parser.add_argument("--passes", type=int, default=1, help="over all lines")
     args = parser.parse_args()
     if args.rows is not None and not 0 < args.rows <= MOST_SHARED:
         parser.error(f"--rows {args.rows}: from 1 to {MOST_SHARED}")
     if args.dense and (args.rows is None or args.optimizer):
         parser.error("--dense needs --rows N, and has no --optimizer of its own")
+    if args.dense and args.ahead:
+        parser.error("--ahead: with --dense each worker has all rows")
     if args.held_out < 1:
         parser.error(f"--held-out {args.held_out}: at least one line, to judge the model by")
     if args.file is None and args.lines <= args.held_out:
@@ -76,14 +79,17 @@ class ClickModel(nn.Module):
 
     def forward(self, counts: Tensor, keys: Tensor, offsets: Tensor) -> Tensor:
         """Logits of shape (batch,)."""
-        keys = keys if self.num_rows is None else shared(keys, self.num_rows)
-        rows = self.rows.bag(keys, offsets, mode="sum").view(len(counts), NUM_COLUMNS, -1)
+        rows = self.rows.bag(self.own(keys), offsets, mode="sum").view(len(counts), NUM_COLUMNS, -1)
         numbers = self.numbers(counts)
         vectors = torch.cat([numbers.unsqueeze(1), rows[:, :, :-1]], dim=1)
         first, second = torch.triu_indices(NUM_COLUMNS + 1, NUM_COLUMNS + 1, offset=1)
         products = (vectors @ vectors.mT)[:, first, second]
         logits: Tensor = self.top(torch.cat([numbers, products], dim=1))[:, 0]
         return logits + rows[:, :, -1].sum(dim=1)
+
+    def own(self, keys: Tensor) -> Tensor:
+        """Of its rows, for categories with these keys."""
+        return keys if self.num_rows is None else shared(keys, self.num_rows)
 
 
 def main() -> None:
@@ -117,7 +123,8 @@ def main() -> None:
         return {"log_loss": log_loss, "excess": log_loss / planted - 1}  # over the planted model's
 
     for _ in range(args.passes):
-        for labels, *seen in loader:
+        batches = read_ahead(loader, lambda clicks: [(model.rows, model.own(clicks.keys))]) if args.ahead else loader
+        for labels, *seen in batches:
             optimizer.zero_grad()
             loss = F.binary_cross_entropy_with_logits(model(*seen), labels)
             loss.backward()

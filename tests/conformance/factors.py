@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.nn import ShardedEmbedding
+from paceline.nn import ShardedEmbedding, read_ahead
 from paceline.training.row_tables import ROWS_FILE
 from paceline.training.snapshot import read_model_file
 from paceline.training.worker import Worker
@@ -80,18 +81,29 @@ def step(model: Any, updater: Any, batch: Any) -> None:
 
 
 def train(
-    worker: Worker, out: Path, *, optimizer: str = "adagrad:lr=0.3", fails_at: int | None = None, **limits: int
+    worker: Worker,
+    out: Path,
+    *,
+    optimizer: str = "adagrad:lr=0.3",
+    fails_at: int | None = None,
+    reads_ahead: bool = False,
+    **limits: int,
 ) -> None:
     model: Any = tables(optimizer, **limits)
     loader: Any = DataLoader(ratings(), batch_size=BATCH, shuffle=True)
     model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
 
     worker.evaluation(evaluate)
-    for number, batch in enumerate(loader):
+    for number, batch in enumerate(ahead(model, loader) if reads_ahead else loader):
         step(model, updater, batch)
         if number == fails_at:
             raise RuntimeError("scripted failure")
     keep(out, f"bias-{worker.rank}", model.bias.detach())
+
+
+def ahead(model: Any, loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader's batches, whose rows come while the one before is trained on."""
+    return read_ahead(loader, lambda batch: [(model.users, USERS[batch[0]]), (model.items, batch[1])])
 
 
 def rows_of(out: Path) -> dict[str, Tensor]:

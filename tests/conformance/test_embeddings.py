@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import RunFailed, UsageError
 from paceline.messages import Kind, Message
-from paceline.nn import ShardedEmbedding, read_together
+from paceline.nn import ShardedEmbedding, read_ahead, read_together
 from paceline.running.result import Result
 from paceline.server.server_core import ServerCore
 from paceline.server.tables.hashing import normal
@@ -121,6 +121,48 @@ def test_asynchronous_workers_learn(run: Any, strategy: str, tmp_path: Path) -> 
     assert errors[-1] < 0.5 * errors[0]
     if strategy == HYBRID:  # between two of a worker's, the other's of the same step and of the one before
         assert max(update.staleness for update in result.updates) <= 2
+
+
+@pytest.mark.parametrize("run", ENGINES)
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [
+        ("single", 1),
+        ("ps-bsp:servers=2", 2),
+        ("ps-asp:servers=2:row_staleness=2", 1),
+        ("all-reduce:servers=2", 2),
+    ],
+)
+def test_rows_that_are_read_ahead_are_the_same(run: Any, strategy: str, workers: int, tmp_path: Path) -> None:
+    """Bit for bit, with evaluations and checkpoints between steps, and in a run that ends within a pass."""
+    found = []
+    for reads_ahead in (False, True):
+        out = tmp_path / str(reads_ahead)
+        out.mkdir()
+        result = run(
+            partial(launched, partial(train, optimizer="adam:lr=0.05", reads_ahead=reads_ahead), out),
+            strategy=strategy,
+            workers=workers,
+            out=out / "run",
+            eval_every=3,
+            checkpoint_every=4,
+            max_steps=16,
+            **({} if strategy == "single" else {"servers_are_local": False}),
+        )
+        errors = [record.metrics["error"] for record in result.evaluations]
+        found.append((errors, len(result.steps), {name: each.tolist() for name, each in rows_of(out).items()}))
+    assert found[0] == found[1]
+    assert found[0][1] == 16 * workers
+
+
+def test_rows_come_while_a_worker_computes_and_pushes(tmp_path: Path) -> None:
+    """Those of all batches but the first, so that a step takes as much less as they take on the worker's link."""
+    rows_s, steps_s = 2000 * (8 + 4 * 64) * 8 / 1e9, []
+    for reads_ahead in (False, True):
+        script, out = partial(launched, partial(read_many, reads_ahead=reads_ahead), tmp_path), tmp_path / "run"
+        first, *_, last = virtual_engine.run(script, strategy="ps-asp:servers=2", workers=1, out=out).steps
+        steps_s.append((last.time_s - first.time_s) / (last.step - first.step))
+    assert 0.8 * rows_s < steps_s[0] - steps_s[1] < 1.05 * rows_s
 
 
 def train_for_long(worker: Worker, out: Path) -> None:
@@ -293,13 +335,14 @@ def test_few_bytes_move_besides_the_rows(run: Any, local: bool, tmp_path: Path) 
         assert 2 * num_rows * 4 * dim < each < 1.1 * 2 * num_rows * 4 * dim
 
 
-def read_many(worker: Worker, out: Path) -> None:
+def read_many(worker: Worker, out: Path, *, reads_ahead: bool = False) -> None:
     table: Any = ShardedEmbedding(10**12, 64, optimizer="sgd", name="many")
     model: Any = nn.Sequential(table, nn.Linear(64, 1))
     data = TensorDataset(torch.arange(8000) * 12345)
     loader: Any = DataLoader(data, batch_size=2000)
     model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    for (keys,) in loader:
+    batches: Any = read_ahead(loader, lambda batch: [(table, batch[0].repeat(3))]) if reads_ahead else loader
+    for (keys,) in batches:
         updater.zero_grad()
         model(keys.repeat(3)).mean().backward()
         updater.step()

@@ -56,7 +56,7 @@ class Net:
         return self.clients[worker].changes()[0]
 
     def push(self, worker: int, weight: float, gradients: RowGradients | None) -> None:
-        self.ask(worker, self.clients[worker].push([gradients], weight=weight))
+        self.ask(worker, self.clients[worker].push([gradients], weight=weight, clock=self.num_updates))
 
     def update(self, contributions: dict[int, tuple[float, RowGradients | None]]) -> None:
         """One update of what these workers push."""

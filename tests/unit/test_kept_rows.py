@@ -33,8 +33,11 @@ ALL = st.sets(st.integers(0, len(KEYS) - 1), min_size=1)
 
 
 class Server:
+    """Of each push one update."""
+
     def __init__(self, members: Membership, staleness: float) -> None:
         self.rule, self.tables = StaleSynchronous(members, staleness=staleness), TableShards()
+        self.tables.joins = False
 
     def receive(self, message: Message) -> Message:
         return Message(Kind.OK, 1, clock=self.rule.complete, **self.tables.receive(message))
@@ -47,14 +50,24 @@ class Server:
 
 
 class Worker:
-    """Its own carrier, whose pushes are on their way to each server until they are delivered."""
+    """Its own carrier, whose pushes are on their way to each server until they are delivered, and so is what it reads
+    ahead."""
 
     is_all_beside = takes_rows_along = False
+    reads_ahead = True
 
-    def __init__(self, rank: int, servers: Sequence[Server], spec: TableSpec, keeping: Keeping | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        servers: Sequence[Server],
+        spec: TableSpec,
+        keeping: Keeping | None,
+        beside: Sequence[bool] | None = None,
+    ) -> None:
         self.rank, self.servers, self.clock = rank, servers, 0
-        self.beside = [False] * len(servers)
+        self.beside = beside or [False] * len(servers)
         self.under_way: dict[int, Message] = {}
+        self.ahead: dict[int, tuple[TableClient, Message]] = {}
         self.requests = self.asked = 0  # for rows, and their keys
         self.timing = Timing()
         self.tables = ServedTables(
@@ -71,7 +84,18 @@ class Worker:
     def barrier(self) -> None:
         pass
 
+    def set_off(self, client: TableClient, sends: Iterable[Send]) -> None:
+        assert not self.ahead
+        self.ahead = {server: (client, message) for server, message in sends}
+
+    def deliver_ahead(self, server: int) -> None:
+        client, message = self.ahead.pop(server)
+        assert not list(client.receive(server, self.servers[server].receive(message)))
+
     def carry(self, client: TableClient, sends: Iterable[Send]) -> float:
+        if not (sends := list(sends)):
+            for server in list(self.ahead):
+                self.deliver_ahead(server)
         for server, message in sends:
             if message.kind is Kind.PUSH_ROWS:
                 self.under_way[server] = message
@@ -110,6 +134,7 @@ def test_the_bound_of_ssp_holds_for_kept_rows(
     steps = data.draw(st.integers(1, max(1, staleness)))
     spec = TableSpec("users", 100, num_workers * CLOCKS, of_text("sgd:lr=1"), std=0.0)
     workers = world(num_workers, num_servers, spec, staleness=staleness, steps=steps)
+    following: dict[int, Tensor] = {}
     turns = data.draw(
         st.lists(st.tuples(st.integers(0, num_workers - 1), st.integers(0, num_servers - 1)), min_size=20, max_size=50)
     )
@@ -118,13 +143,19 @@ def test_the_bound_of_ssp_holds_for_kept_rows(
         if index in worker.under_way:
             worker.servers[index].push(worker.under_way.pop(index), worker.clock)
             worker.clock += not worker.under_way
+        elif index in worker.ahead:
+            worker.deliver_ahead(index)
         elif worker.is_admitted and worker.clock < CLOCKS:
-            rows = worker.read(KEYS[sorted(data.draw(ALL))]).view(-1, num_workers, CLOCKS)
+            keys = following.pop(rank) if rank in following else KEYS[sorted(data.draw(ALL))]
+            rows = worker.read(keys).view(-1, num_workers, CLOCKS)
             assert bool(((rows == 0) | (rows == 1)).all())
             assert bool((rows[:, :, : max(0, worker.clock - staleness)] == 1).all())
             assert bool((rows[:, rank, : worker.clock] == 1).all())  # its own, where the optimizer keeps nothing
             gradient = torch.zeros(len(KEYS), num_workers, CLOCKS)
             gradient[:, rank, worker.clock] = -1
+            if data.draw(st.booleans()):
+                following[rank] = KEYS[sorted(data.draw(ALL))]
+                worker.tables.read_ahead({0: following[rank]})
             worker.tables.push([RowGradients(KEYS, gradient.flatten(1))], weight=1.0)
 
 

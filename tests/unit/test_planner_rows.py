@@ -19,11 +19,12 @@ import paceline
 from paceline.cluster.description import Cluster, Compute, Hosts, Servers
 from paceline.errors import UsageError
 from paceline.lab.variant import Variant
-from paceline.nn import ShardedEmbedding, read_together
+from paceline.nn import ShardedEmbedding, read_ahead, read_together
 from paceline.planner import StepWork, predict
 from paceline.planner.observing import observe
 from paceline.planner.row_work import NUM_STEPS, RowWork, WatchedTables
 from paceline.planner.search import plan
+from paceline.planner.wording import answer
 from paceline.server.tables.row_optimizers import of_text
 from paceline.server.tables.spec import TableSpec
 from tests.conformance import virtual_engine
@@ -60,6 +61,17 @@ def train() -> None:
     loader: Any = DataLoader(TensorDataset(batches()), batch_size=BATCH)
     model, optimizer, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader)
     for (keys,) in loader:
+        optimizer.zero_grad()
+        model(keys).square().mean().backward()
+        optimizer.step()
+
+
+def train_ahead() -> None:
+    worker = paceline.init()
+    model: Any = Model()
+    loader: Any = DataLoader(TensorDataset(batches()), batch_size=BATCH)
+    model, optimizer, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader)
+    for (keys,) in read_ahead(loader, lambda batch: [(model.users, batch[0][:, 0]), (model.items, batch[0][:, 1])]):
         optimizer.zero_grad()
         model(keys).square().mean().backward()
         optimizer.step()
@@ -136,6 +148,15 @@ def test_the_virtual_engine_takes_as_long(strategy: str, placement: str, toleran
     assert found.step_s == pytest.approx(float(np.mean(took_s)), rel=tolerance)
     few = replace(seen(), rows=RowWork(2, ((0.0, 0.0),), 0.0, (0.0,)))  # what the rows themselves take is a good part
     assert predict(cluster, strategy=chosen, workers=2, work=few).step_s < found.step_s - 0.0003
+
+
+def test_a_plan_says_that_it_does_not_price_rows_that_are_read_ahead() -> None:
+    def says_so(work: StepWork) -> bool:
+        found = plan(cluster_of("separate"), work, max_workers=2, num_checks=0)
+        return "reads rows ahead" in " ".join(answer(found))
+
+    assert not says_so(seen())
+    assert says_so(observe(train_ahead).work)
 
 
 def test_strategies_without_a_place_for_rows_are_left_out() -> None:

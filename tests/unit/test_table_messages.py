@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -36,11 +37,35 @@ def test_an_update_is_the_weighted_mean_of_all_workers(
 
 
 def test_one_update_has_one_learning_rate() -> None:
-    net = Net(spec_of("sgd:lr=1"), num_servers=1, num_workers=2)
-    for worker, lr in ((0, 0.5), (1, None)):
-        net.ask(worker, net.clients[worker].push([gradients_of([3], worker)], weight=1.0, lrs=[lr]))
+    """The worker whose rate is another one is told so when it gives it, before anything is updated."""
+    net = Net(spec_of("sgd:lr=1", std=0.0), num_servers=2, num_workers=3)
+
+    def push(worker: int, lr: float | None, *, clock: int, keys: Sequence[int] | None = (3,)) -> None:
+        gradients = None if keys is None else gradients_of(keys, worker)
+        net.ask(worker, net.clients[worker].push([gradients], weight=1.0, lrs=[lr], clock=clock))
+
+    push(0, 0.5, clock=4)
     with pytest.raises(WireError, match=r"table 'users' learning rates from 0\.5 to 1 for one update"):
-        net.servers[0].update([Applied(1, 0, 0, 0), Applied(1, 1, 0, 0)])
+        push(1, None, clock=4)
+    with pytest.raises(WireError, match=r"learning rates from 0\.5 to 2 for one update"):
+        push(1, 2.0, clock=4, keys=())  # of an empty batch
+    push(2, 2.0, clock=4, keys=None)  # did not use the table
+    push(1, 0.5, clock=4)
+    push(0, 0.25, clock=5)  # what it gave before was for no update
+    push(1, 0.25, clock=5)
+    for server in net.servers:
+        server.update([Applied(1, worker, 5, 0) for worker in (0, 1)])
+    mean = (gradients_of([3], 0).values + gradients_of([3], 1).values) / 2
+    torch.testing.assert_close(net.read([3]), -0.25 * mean)
+
+
+def test_updates_of_one_worker_each_may_have_rates_of_their_own() -> None:
+    net = Net(spec_of("sgd:lr=1", std=0.0), num_servers=1, num_workers=2)
+    net.servers[0].joins = False
+    for worker, lr in ((0, 0.5), (1, 2.0)):
+        net.ask(worker, net.clients[worker].push([gradients_of([3], 0)], weight=1.0, lrs=[lr], clock=0))
+        net.servers[0].update([Applied(1 + worker, worker, 0, 0)])
+    torch.testing.assert_close(net.read([3]), -2.5 * gradients_of([3], 0).values)
 
 
 def test_a_push_that_was_for_no_update_counts_nowhere() -> None:

@@ -34,6 +34,8 @@ class Carrier(ABC):
     takes_rows_along: bool = False
     """Gradients of rows go with the push that they belong to: on one host, where that saves a message; and where
     servers are copied, since those that went apart would be lost with the server that had them."""
+    reads_ahead: bool = True
+    """Servers that answer `set_off` are those that are asked later."""
     standing: Callable[[], str | None] | None = None
     """Calls `Collective.standing`; set while this worker waits until all have pushed."""
     carries_bytes: bool
@@ -64,6 +66,11 @@ class Carrier(ABC):
     def carry(self, client: Conversation, sends: Iterable[Send]) -> float:
         """Send these and what follows from their answers, until all that is due has come; returns how many seconds that
         took. Raises DeadlineExceeded, which names the servers and what was asked, or Aborted."""
+
+    @abstractmethod
+    def set_off(self, conversation: Conversation, sends: Iterable[Send]) -> None:
+        """Send these, which read rows ahead, and go on. Answers wait until this or another conversation is carried on;
+        one of this kind is under way at a time."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:

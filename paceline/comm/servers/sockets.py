@@ -148,11 +148,13 @@ class SocketCarrier(Carrier):
         self._rank, self._num_workers, self._deadline_s = rank, num_workers, deadline_s
         self._keys, self._moves = keys, moves
         self._client: ClientCore | None = None
+        self._ahead: Conversation | None = None
         self._memory: Mapping[str, Any] = {}
         self._yield_s = _YIELD_S if num_workers <= len(os.sched_getaffinity(0)) else 0.0
         self.beside = [server.bell is not None for server in servers]
         self.is_all_beside = all(self.beside) and moves is None
         self.takes_rows_along = self.is_all_beside or moves is not None
+        self.reads_ahead = moves is None
         self._epoch, self._number = epoch, number
         self._links = [self._first_link_to(server) for server in servers]
         self.epochs = [link.epoch for link in self._links]
@@ -263,7 +265,8 @@ class SocketCarrier(Carrier):
             for index, frames in self._receive_some(due):
                 link = self._links[index]
                 answer = Message.decode(frames, epoch=link.epoch)
-                self._send(client.receive(index, answer) if store is None else hear(store, client, index, answer))
+                heard_by = self._ahead if self._ahead and answer.kind is Kind.READ_AHEAD else client
+                self._send(heard_by.receive(index, answer) if store is None else hear(store, heard_by, index, answer))
                 heard_s = time.perf_counter()
                 if link.sources and answer.kind is Kind.ANSWER:
                     for source, target in zip(link.sources, link.targets, strict=True):
@@ -276,6 +279,10 @@ class SocketCarrier(Carrier):
                     f"rank {self._rank}: server(s) {due} did not answer within {self._deadline_s:g} s to: {client.what}"
                 )
         return time.perf_counter() - began_s
+
+    def set_off(self, conversation: Conversation, sends: Iterable[Send]) -> None:
+        self._ahead = conversation
+        self._send(sends)
 
     def _require_others(self, now_s: float) -> None:
         """Raise CallMismatch where this worker waits until all have pushed, and another one for it, elsewhere."""
@@ -328,7 +335,7 @@ class SocketCarrier(Carrier):
         for link in self._links:
             link.close()
         self._links.clear()
-        self._client = None
+        self._client = self._ahead = None
         self._self_service = None
         for segment in self._segments:
             segment.close()

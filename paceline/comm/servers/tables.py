@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
 
+import torch
 from torch import Tensor
 
 from paceline.comm.base import Collective, TableStore, Timing
@@ -17,6 +19,7 @@ from paceline.server.actions import Send
 from paceline.server.spec import Reply
 from paceline.server.tables.changes import Changes
 from paceline.server.tables.client_core import Given, TableClient
+from paceline.server.tables.hashing import owners
 from paceline.server.tables.kept_rows import Keeping, KeptRows
 from paceline.server.tables.row_optimizers import RowOptimizer, with_lr
 from paceline.server.tables.spec import RowGradients, TableSpec
@@ -65,7 +68,13 @@ class ServedTables(TableStore):
         self._num_lost = 0  # how often in a row servers' rows could not be mapped
         self._seen: RowsSeen | None = None
         self._own: dict[int, _Own] = {}  # by table
-        self._client = TableClient(specs, rank=collective.rank, epoch=epoch, num_servers=len(carrier.beside))
+        new_client = partial(TableClient, specs, rank=collective.rank, epoch=epoch, num_servers=len(carrier.beside))
+        self._client, self._ahead = new_client(), new_client()
+        self._wanted_ahead: Mapping[int, Tensor] | None = None
+        self._is_ahead: Mapping[int, Tensor] = {}  # of each table's: which were read ahead
+        self._present: dict[int, Tensor] = {}  # by table, the keys of what this worker is training on
+        # To read from a server on this host takes no network.
+        self._asks_ahead = torch.tensor([not is_beside and carrier.reads_ahead for is_beside in carrier.beside])
         if collective.rank == 0:
             self._ask(self._client.open())
         collective.barrier()
@@ -83,11 +92,41 @@ class ServedTables(TableStore):
             self._timing.moved_bytes += 2 * HEAD_BYTES * self._seen.num_read + keys.nbytes + seen.nbytes
         if rows:
             self._timing.communication_s += time.perf_counter() - began_s
+        if not is_fresh:
+            self._present.update(wanted)
         keeping = None if is_fresh else self._keeping
         return rows | (self._asked(left) if keeping is None else self._read_or_keep(left, keeping))
 
+    def read_ahead(self, wanted: Mapping[int, Tensor]) -> None:
+        if not self._asks_ahead.any():
+            return
+        self._end_reading_ahead()
+        if self._keeping is not None:
+            clock = self._clock() + 1
+            wanted = {table: keys[~self._kept[table].find(keys, clock=clock).is_kept] for table, keys in wanted.items()}
+        self._wanted_ahead = wanted
+        self._is_ahead = {table: self._comes_ahead(table, keys) for table, keys in wanted.items()}
+        ahead = {table: keys[self._is_ahead[table]] for table, keys in wanted.items()}
+        self._carrier.set_off(self._ahead, self._ahead.read_ahead(ahead))
+
+    def _comes_ahead(self, table: int, keys: Tensor) -> Tensor:
+        """Which of these to read ahead: not those that this worker's own step is about to change."""
+        is_elsewhere = self._asks_ahead[owners(keys, len(self._asks_ahead))]
+        return is_elsewhere & ~torch.isin(keys, self._present[table]) if table in self._present else is_elsewhere
+
+    def _end_reading_ahead(self) -> Mapping[int, Tensor] | None:
+        """What was read ahead, all of which is here now."""
+        wanted, self._wanted_ahead = self._wanted_ahead, None
+        if wanted is not None:
+            self._timed((), self._ahead)
+        return wanted
+
     def _asked(self, wanted: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        sends = self._client.read(wanted)
+        is_ahead = _are_equal(wanted, self._wanted_ahead) and self._end_reading_ahead() is not None
+        if is_ahead:
+            sends = self._client.read(wanted, ahead=self._ahead, is_ahead=self._is_ahead)
+        else:
+            sends = self._client.read(wanted)
         if sends:  # there is a key
             self._timed(sends)
         return self._client.rows()
@@ -150,7 +189,7 @@ class ServedTables(TableStore):
             self._client.parts(gradients, weight=weight, lrs=lrs)
         )
         if not is_given:
-            self._timed(self._client.push(gradients, weight=weight, lrs=lrs))
+            self._timed(self._client.push(gradients, weight=weight, lrs=lrs, clock=self._clock()))
 
     def _own_update(self, table: int, gradients: RowGradients, lr: float | None) -> _Own | None:
         """What this worker is to do itself; none: it is for the servers, and so is a gradient that is not finite."""
@@ -210,12 +249,21 @@ class ServedTables(TableStore):
             self._ask(self._client.load(table, directory, files))
         self._collective.barrier()
 
-    def _timed(self, sends: Iterable[Send]) -> None:
-        self._timing.communication_s += self._ask(sends)
-        self._timing.moved_bytes += self._client.moved_bytes
+    def _timed(self, sends: Iterable[Send], client: TableClient | None = None) -> None:
+        client = client or self._client
+        self._timing.communication_s += self._ask(sends, client)
+        self._timing.moved_bytes += client.moved_bytes
 
-    def _ask(self, sends: Iterable[Send]) -> float:
+    def _ask(self, sends: Iterable[Send], client: TableClient | None = None) -> float:
         """Ask, and wait; the seconds that took."""
-        elapsed_s = self._carrier.carry(self._client, sends)
-        self._client.require_done()
+        client = client or self._client
+        elapsed_s = self._carrier.carry(client, sends)
+        client.require_done()
         return elapsed_s
+
+
+def _are_equal(wanted: Mapping[int, Tensor], other: Mapping[int, Tensor] | None) -> bool:
+    """Whether these are the same keys of the same tables, in the same order."""
+    if other is None or wanted.keys() != other.keys():
+        return False
+    return all(torch.equal(keys, other[table]) for table, keys in wanted.items())

@@ -14,7 +14,7 @@ from paceline.engines.virtual.process import Process, Signal
 from paceline.engines.virtual.server import VirtualServer
 from paceline.errors import Aborted
 from paceline.layout import Layout
-from paceline.messages import Message
+from paceline.messages import Kind, Message
 from paceline.server.actions import Send
 from paceline.server.client_core import ClientCore
 from paceline.server.conversation import Conversation
@@ -45,6 +45,7 @@ class VirtualCarrier(Carrier):
         self._servers, self._network, self._process, self._request_s = servers, network, process, request_s
         self._effort = effort
         self._client: Conversation | None = None
+        self._ahead: Conversation | None = None
         self._all_here = Signal()
         self._abort_reason: str | None = None
 
@@ -64,24 +65,35 @@ class VirtualCarrier(Carrier):
             raise Aborted(f"a request to the servers was ended: {self._abort_reason}")
         began_s = self._process.catch_up()
         self._client, self._all_here = client, Signal()
-        sends = list(sends)
-        core_s = sum(self._effort.of(is_beside=self.beside[index]) for index, _ in sends) if self._effort else 0.0
-        self._process.send_off(self._request_s, core_s=core_s)
-        self._process.post(self._send, sends)
+        if sends := list(sends):
+            self._send_off(sends)
+        elif client.is_done:
+            return 0.0
         self._process.wait(self._all_here, lambda: f"{client.what}, of which server(s) {client.due} owe an answer")
         return self._process.now_s - began_s
 
+    def set_off(self, conversation: Conversation, sends: Iterable[Send]) -> None:
+        self._ahead = conversation
+        self._send_off(list(sends))
+
+    def _send_off(self, sends: Sequence[Send]) -> None:
+        core_s = sum(self._effort.of(is_beside=self.beside[index]) for index, _ in sends) if self._effort else 0.0
+        self._process.send_off(self._request_s, core_s=core_s)
+        self._process.post(self._send, sends)
+
     def deliver(self, server: int, message: Message) -> None:
-        assert self._client is not None
-        self._send(self._client.receive(server, message))
-        if self._client.is_done and self._all_here.fired_s is None:
+        heard_by = self._ahead if message.kind is Kind.READ_AHEAD else self._client
+        if heard_by is None:
+            return  # what was read ahead comes when the worker has ended
+        self._send(heard_by.receive(server, message))
+        if heard_by is self._client and self._client.is_done and self._all_here.fired_s is None:
             self._all_here.fire(self._process.timeline)
 
     def abort(self, reason: str) -> None:
         self._abort_reason = reason
 
     def close(self) -> None:
-        self._client = None
+        self._client = self._ahead = None
 
     def _send(self, sends: Iterable[Send]) -> None:
         for index, message in sends:

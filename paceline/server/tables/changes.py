@@ -1,4 +1,4 @@
-"""Which rows have changed since a worker last asked: what it lacks, if it has all others."""
+"""Which rows have changed since a worker last asked, if it has all others or those of its next batch: what it lacks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +15,35 @@ class Changes(NamedTuple):
     """int64 of shape (rows,), none twice."""
     rows: Tensor
     """As they are now, shape (rows, dim)."""
+
+
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Given(NamedTuple):
+    """What a worker was given."""
+
+    keys: Tensor
+    """int64 of shape (rows,), none twice."""
+    rows: Tensor
+    """As they were then, shape (rows, dim)."""
+
+    def changed(self, read: Callable[[Tensor], Tensor]) -> "Replaced":
+        """What is another row now, whoever has changed it, or had it go.
+
+        Args:
+            read: gives the rows of keys, as they are.
+        """
+        now, words = read(self.keys), _WORDS[self.rows.dtype.itemsize]
+        (places,) = (now.view(words) != self.rows.view(words)).any(dim=1).nonzero(as_tuple=True)
+        return Replaced(places.int(), now[places])
+
+
+class Replaced(NamedTuple):
+    places: Tensor
+    """Among what was given, int32 of shape (rows,)."""
+    rows: Tensor
+    """There, as they are now, shape (rows, dim)."""
 
 
 @dataclass

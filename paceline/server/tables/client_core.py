@@ -4,8 +4,9 @@ Sans-IO, like `ClientCore`, and one conversation at a time.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -16,7 +17,7 @@ from paceline.messages import Kind, Message, Raw, WireError, cut_for, from_frame
 from paceline.row_file import RowFile
 from paceline.server.actions import Send
 from paceline.server.state import pack, unpack
-from paceline.server.tables.changes import Changes
+from paceline.server.tables.changes import Changes, Replaced
 from paceline.server.tables.dividing import divided, joined
 from paceline.server.tables.hashing import each_owns, mixed
 from paceline.server.tables.spec import RowGradients, TableSpec
@@ -46,6 +47,10 @@ class TableClient:
         self._error: WireError | None = None
         self._read: dict[int, list[Tensor]] = {}
         """Of each table whose rows were asked for last: which of them each server has."""
+        self._is_ahead: Mapping[int, Tensor] = {}
+        """Of each of these, some of which were read ahead: which."""
+        self._ahead: Mapping[int, Tensor] = {}
+        """As these came."""
         self._followed: Sequence[int] = ()
 
     # --- conversations ------------------------------------------------------------------------------------------
@@ -55,18 +60,54 @@ class TableClient:
         body = {"tables": [spec.plain() for spec in self._specs], "num_servers": self._num_servers}
         return self._ask("opening tables", Kind.OPEN_TABLES, [(body, [])] * self._num_servers)
 
-    def read(self, wanted: Mapping[int, Tensor]) -> list[Send]:
-        """Ask for the rows of each table's keys; servers that have none of them are not asked."""
+    def read(
+        self,
+        wanted: Mapping[int, Tensor],
+        *,
+        ahead: "TableClient | None" = None,
+        is_ahead: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> list[Send]:
+        """Ask for the rows of each table's keys; servers that have none of them are not asked.
+
+        Args:
+            ahead: has read some of them ahead, of which servers say what has changed.
+            is_ahead: of each table's keys, which these are.
+        """
         self._read = {table: self._places(keys) for table, keys in wanted.items()}
-        names = " and ".join(repr(self._specs[table].name) for table in wanted)
+        self._is_ahead, self._ahead = is_ahead, {} if ahead is None else ahead.rows()
         requests = [self._reading(server, wanted) for server in range(self._num_servers)]
-        return self._ask(f"rows of table {names}", Kind.READ_ROWS, requests)
+        return self._ask(f"rows of table {self._names(wanted)}", Kind.READ_ROWS, requests)
+
+    def read_ahead(self, wanted: Mapping[int, Tensor]) -> list[Send]:
+        """Ask for rows that another of these clients is to `read` with the next batch."""
+        self._read = {table: self._places(keys) for table, keys in wanted.items()}
+        requests = [self._reading(server, wanted) for server in range(self._num_servers)]
+        return self._ask(f"rows of table {self._names(wanted)}, ahead", Kind.READ_AHEAD, requests)
+
+    def _names(self, tables: Iterable[int]) -> str:
+        return " and ".join(repr(self._specs[table].name) for table in tables)
 
     def _reading(self, server: int, wanted: Mapping[int, Tensor]) -> Given | None:
         """What one server is asked; none: it has no row of these."""
-        own = {table: self._read[table][server] for table in wanted if len(self._read[table][server])}
-        keys = [wanted[table].index_select(0, places) for table, places in own.items()]
-        return ({"tables": list(own), "counts": [len(each) for each in keys]}, keys) if own else None
+        new, ahead = self._of_server(server)
+        keys = [wanted[table].index_select(0, places) for table, places in new.items()]
+        body = {
+            "tables": list(new),
+            "counts": [len(each) for each in keys],
+            **({"since": list(ahead)} if ahead else {}),
+        }
+        return (body, keys) if new or ahead else None
+
+    def _of_server(self, server: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """By table, where this server's rows are among those that were asked for; and those that were read ahead."""
+        new, ahead = {}, {}
+        for table, by_server in self._read.items():
+            places = by_server[server]
+            if table in self._is_ahead:
+                is_ahead = self._is_ahead[table][places]
+                places, ahead[table] = places[~is_ahead], places[is_ahead]
+            new[table] = places
+        return _some(new), _some(ahead)
 
     def changed(self, tables: Sequence[int], *, looks: bool = False) -> list[Send]:
         """Ask for the rows of these tables that have changed since this worker asked last; if it only `looks`, it asks
@@ -80,15 +121,17 @@ class TableClient:
         return self._ask("where rows are", Kind.SHOW_ROWS, [({}, [])] * self._num_servers)
 
     def push(
-        self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
+        self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = (), clock: int
     ) -> list[Send]:
         """Give every server the gradients of its rows, for the update that the worker's next push of the model is for.
 
         Args:
             gradients: for each table; none: it was not used.
             lrs: for each table, the learning rate; none, also as a whole: its optimizer's own.
+            clock: of that push.
         """
-        return self._ask("gradients of rows", Kind.PUSH_ROWS, self.parts(gradients, weight=weight, lrs=lrs))
+        parts = self.parts(gradients, weight=weight, lrs=lrs)
+        return self._ask("gradients of rows", Kind.PUSH_ROWS, parts, clock=clock)
 
     def parts(
         self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
@@ -168,13 +211,25 @@ class TableClient:
     def rows(self) -> dict[int, Tensor]:
         """Of each table those that were asked for, in the order of the keys, shape (keys, dim)."""
         found = {table: self._specs[table].empty_rows(sum(map(len, places))) for table, places in self._read.items()}
+        for table, came in self._ahead.items():
+            found[table][self._is_ahead[table]] = came
         for server, answer in self._answers.items():
             if answer is not None:
-                own = {table: places[server] for table, places in self._read.items() if len(places[server])}
-                parts = [self._specs[table].empty_rows(len(places)) for table, places in own.items()]
-                from_frames(cut_for(answer.payload, parts), parts)
-                for (table, places), part in zip(own.items(), parts, strict=True):
-                    found[table].index_copy_(0, places, part)
+                new, ahead = self._of_server(server)
+                counts = answer.body.get("changed", [])
+                if len(counts) != len(ahead):
+                    raise WireError(f"a server tells of {len(counts)} tables instead of {len(ahead)}")
+                rows = [self._specs[table].empty_rows(len(places)) for table, places in new.items()]
+                replaced = [
+                    Replaced(torch.empty(count, dtype=torch.int32), self._specs[table].empty_rows(count))
+                    for table, count in zip(ahead, counts, strict=True)
+                ]
+                tensors = [*rows, *(tensor for each in replaced for tensor in each)]
+                from_frames(cut_for(answer.payload, tensors), tensors)
+                for (table, places), own in zip(new.items(), rows, strict=True):
+                    found[table].index_copy_(0, places, own)
+                for (table, places), (changed, own) in zip(ahead.items(), replaced, strict=True):
+                    found[table].index_copy_(0, places[changed], own)
         return found
 
     def changes(self) -> dict[int, Changes]:
@@ -239,7 +294,12 @@ class TableClient:
         return each_owns(mixed(keys), self._num_servers)
 
     def _ask(
-        self, what: str, kind: Kind, requests: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]] | None]
+        self,
+        what: str,
+        kind: Kind,
+        requests: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]] | None],
+        *,
+        clock: int = 0,
     ) -> list[Send]:
         """Each server that there is a request for is to answer once."""
         self.what, self.moved_bytes, self._error, self._answers, self._asked = what, 0, None, {}, {}
@@ -250,8 +310,20 @@ class TableClient:
             body, tensors = request
             payload: list[Raw] = list(to_frames(tensors))
             num_bytes = sum(tensor.nbytes for tensor in tensors)
-            message = Message(kind, self._epoch, sender=self._rank, body=body, payload=payload, tensor_bytes=num_bytes)
+            message = Message(
+                kind,
+                self._epoch,
+                sender=self._rank,
+                clock=clock,
+                body=body,
+                payload=payload,
+                tensor_bytes=num_bytes,
+            )
             self._answers[index], self._asked[index] = None, message
             self.moved_bytes += message.num_bytes
             sends.append(Send(index, message))
         return sends
+
+
+def _some(places: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {table: each for table, each in places.items() if len(each)}

@@ -20,7 +20,7 @@ from paceline.messages import Kind, Message, WireError, cut_for, from_frames, ra
 from paceline.row_file import RowFile
 from paceline.server.shard import Applied
 from paceline.server.state import pack, unpack
-from paceline.server.tables.changes import ChangedKeys
+from paceline.server.tables.changes import ChangedKeys, Given
 from paceline.server.tables.row_optimizers import RowOptimizer, with_lr
 from paceline.server.tables.spec import RowGradients, TableSpec, summed
 from paceline.server.tables.storage import InFiles, InMemory, Storage, TableFiles
@@ -33,6 +33,8 @@ Fields = Mapping[str, Any]
 class _Waiting(NamedTuple):
     """What came with one push."""
 
+    clock: int
+    """Of the worker; an update joins what is of one."""
     weight: float
     gradients: list[RowGradients | None]
     """For each table; none: the worker has not used it."""
@@ -59,6 +61,8 @@ class TableShards:
     def __init__(self, new_memory: Callable[[], Storage] = InMemory) -> None:
         self.files: TableFiles | None = None
         """Where the tables are to lie; none: in memory."""
+        self.joins = True
+        """An update may be of several workers' pushes."""
         self.may_lend = False
         """Each push is an update of its own, for whose rows nobody waits."""
         self.before_updating: Callable[[Sequence[RowUpdate]], None] | None = None
@@ -68,9 +72,11 @@ class TableShards:
         self._tables: list[Table] = []
         self._changed: list[ChangedKeys] = []  # by table
         self._waiting: dict[int, _Waiting] = {}  # by worker
+        self._given: dict[int, dict[int, Given]] = {}  # by worker and table: what was read ahead last
         self.handlers = {
             Kind.OPEN_TABLES: self._open,
             Kind.READ_ROWS: self._read,
+            Kind.READ_AHEAD: self._read_ahead,
             Kind.SHOW_ROWS: self._show,
             Kind.CHANGED_ROWS: self._changes,
             Kind.PUSH_ROWS: self._push,
@@ -131,6 +137,7 @@ class TableShards:
 
     def leave(self, worker: int) -> None:
         """It has trained."""
+        self._given.pop(worker, None)
         for changed in self._changed:
             changed.leave(worker)
 
@@ -138,6 +145,7 @@ class TableShards:
         """Let go of all memory."""
         self._tables.clear()
         self._waiting.clear()
+        self._given.clear()
 
     def _joined(self, contributions: Sequence[_Waiting]) -> Iterator[RowUpdate]:
         """Those who have not used a table count with gradients of 0, as they do where rows are parameters."""
@@ -145,15 +153,21 @@ class TableShards:
             if any(each.gradients[index] is not None for each in contributions):
                 nothing = RowGradients(torch.empty(0, dtype=torch.int64), table.spec.empty_rows(0, table.spec.computed))
                 some = [each.gradients[index] or nothing for each in contributions]
-                optimizers = {each.optimizers[index] for each in contributions if each.gradients[index] is not None}
-                if len(optimizers) > 1:
-                    rates = sorted(optimizer.lr for optimizer in optimizers)
-                    raise WireError(
-                        f"workers give table {table.spec.name!r} learning rates from {rates[0]:g} to {rates[-1]:g} for "
-                        "one update; set its lr to the same on all"
-                    )
-                joined = summed(some, [each.weight for each in contributions])
-                yield RowUpdate(index, joined, *optimizers)
+                optimizer = next(each.optimizers[index] for each in contributions if each.gradients[index] is not None)
+                yield RowUpdate(index, summed(some, [each.weight for each in contributions]), optimizer)
+
+    def _require_one_rate(self, sender: int, given: _Waiting) -> None:
+        """Raises ValueError where others have given another learning rate for the same update, of which nothing is made
+        yet."""
+        others = [each for worker, each in self._waiting.items() if worker != sender and each.clock == given.clock]
+        for index, table in enumerate(self._tables if self.joins else ()):
+            users = [each for each in (given, *others) if each.gradients[index] is not None]
+            rates = sorted({each.optimizers[index].lr for each in users})
+            if len(rates) > 1 and given in users:
+                raise ValueError(
+                    f"workers give table {table.spec.name!r} learning rates from {rates[0]:g} to {rates[-1]:g} for "
+                    "one update; set its lr to the same on all"
+                )
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -176,13 +190,30 @@ class TableShards:
         return {"body": {**self._storage.plain_view(), "tables": views}}
 
     def _read(self, message: Message) -> Fields:
+        """Rows, and of tables whose rows the worker has read ahead which of these have changed since."""
+        rows = [each.rows for each in self._asked(message).values()]
+        since = message.body.get("since", ())
+        given = self._given.pop(message.sender) if since else {}
+        replaced = [given[table].changed(self._at(table).read) for table in since]
+        tensors = [*rows, *(tensor for each in replaced for tensor in each)]
+        body = {"changed": [len(each.places) for each in replaced]} if since else {}
+        return {"body": body, "payload": to_frames(tensors), "tensor_bytes": sum(each.nbytes for each in tensors)}
+
+    def _read_ahead(self, message: Message) -> Fields:
+        """Rows that the worker needs for its next batch, when it asks which of them have changed."""
+        given = self._given[message.sender] = self._asked(message)
+        rows = [each.rows for each in given.values()]
+        return {"payload": to_frames(rows), "tensor_bytes": sum(each.nbytes for each in rows)}
+
+    def _asked(self, message: Message) -> dict[int, Given]:
+        """By table, the keys that the worker names, and their rows."""
         tables = [self._at(index) for index in message.body["tables"]]
         keys = [torch.empty(_count(count, message), dtype=torch.int64) for count in message.body["counts"]]
         if len(tables) != len(keys):
             raise ValueError(f"keys of {len(keys)} tables for {len(tables)}")
         from_frames(cut_for(message.payload, keys), keys)  # a copy: the worker can change its memory
         rows = [table.read(own) for table, own in zip(tables, keys, strict=True)]
-        return {"payload": to_frames(rows), "tensor_bytes": sum(each.nbytes for each in rows)}
+        return dict(zip(message.body["tables"], map(Given, keys, rows), strict=True))
 
     def _changes(self, message: Message) -> Fields:
         """Rows that have changed since the worker asked last, and their keys."""
@@ -218,7 +249,9 @@ class TableShards:
             if found is not None:
                 table.require(found)
             gradients.append(found)
-        self._waiting[message.sender] = _Waiting(weight, gradients, optimizers)
+        waiting = _Waiting(message.clock, weight, gradients, optimizers)
+        self._require_one_rate(message.sender, waiting)
+        self._waiting[message.sender] = waiting
         return {}
 
     def _get(self, message: Message) -> Fields:

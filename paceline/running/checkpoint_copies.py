@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, final
+from urllib.parse import urlsplit
 
 import fsspec
 
@@ -188,7 +189,10 @@ class _Place:
 
     @classmethod
     def at(cls, address: str) -> "_Place":
-        """Raises UsageError if there is no such file system, or what it needs is not installed."""
+        """Raises UsageError if there is no such file system, what it needs is not installed, or the address has a
+        password, which manifests and messages would show."""
+        if urlsplit(address).password is not None:
+            raise UsageError("leave the password out of the address, which is shown; fsspec's settings may have it")
         try:
             files, root = fsspec.core.url_to_fs(address)
         except Exception as error:  # each file system has errors of its own

@@ -100,6 +100,12 @@ def test_an_address_that_nobody_knows_is_refused(tmp_path: Path, address: str) -
         CheckpointCopies(address, tmp_path, keep=2)
 
 
+def test_a_password_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="leave the password out") as refused:
+        CheckpointCopies("sftp://me:secret@host/run", tmp_path, keep=2)
+    assert "secret" not in str(refused.value)
+
+
 def test_another_runs_address_is_refused(tmp_path: Path, memory: MemoryFileSystem) -> None:
     memory.pipe_file("/bucket/run-7/checkpoint-5.pt", checkpoint_of(5))
     with pytest.raises(UsageError, match=f"has another run's checkpoints; give an empty one, or --resume {ADDRESS}"):

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, final
 
@@ -16,13 +16,14 @@ from paceline.comm.connecting import transport
 from paceline.elastic import Elastic
 from paceline.engines.blame import Statement, judge
 from paceline.engines.ray import starting
+from paceline.engines.ray.answers import Answers
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts, note_interrupts
 from paceline.engines.ray.job import Job
 from paceline.engines.ray.letting_go import LettingGo
 from paceline.engines.ray.liveness import MemoryKills, Watch
 from paceline.engines.ray.members import Members, last_line
-from paceline.engines.ray.newcomers import Newcomers, require_allowed
+from paceline.engines.ray.newcomers import Newcomers
 from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.engines.ray.survival import Survival
 from paceline.engines.ray.sweeping import sweep
@@ -68,9 +69,8 @@ class Supervisor:
         self._newcomers: Newcomers | None = None
         self._letting_go: LettingGo | None = None
         self._takeover: Takeover | None = None
-        self._desk = Desk(directory, self._answer)
-        self._is_asked_to_stop = False
-        self._wanted: int | None = None  # workers that were asked for before there were any
+        self._answers = Answers(job.config.elastic, lambda: self._controller.progress)
+        self._desk = Desk(directory, self._answers)
         self._ended: set[str] = set()
         """Workers that have come to their end, as an elastic run's others know."""
 
@@ -83,7 +83,7 @@ class Supervisor:
             Interrupted: the user interrupted the run, which has saved where it was if it could.
         """
         try:
-            with note_interrupts(self._stop):
+            with note_interrupts(self._answers.stop):
                 self._start()
                 self._attend()
             self._part()
@@ -193,17 +193,16 @@ class Supervisor:
             takeover=self._takeover,
             say=self._say,
         )
-        if self._wanted is not None:
-            try:
-                self._newcomers.scale(self._wanted)
-            except UsageError as refused:
-                self._say(str(refused))
+        try:
+            self._answers.scale_by(self._newcomers)
+        except UsageError as refused:
+            self._say(str(refused))
 
     def _attend(self) -> None:
         """Until every worker has ended, or the first has failed."""
         while self._members.has_workers_pending:
             self._turn(timeout_s=_TURN_S)
-            if self._is_asked_to_stop:
+            if self._answers.is_asked_to_stop:
                 raise KeyboardInterrupt
             self._controller.raise_write_error()
             self._collect()
@@ -216,33 +215,8 @@ class Supervisor:
             if not self._traits.lock_step:  # there every wait has its deadline
                 self._require_steps()
 
-    def _stop(self) -> None:
-        self._is_asked_to_stop = True
-
     def _say(self, line: str) -> None:
         self._watcher.on_output("run", line)
-
-    def _answer(self, request: Mapping[str, Any]) -> str:
-        """What is said to a command from another terminal. Raises UsageError where it cannot be had."""
-        if request.get("do") == "stop":
-            self._stop()
-            return "the run saves itself, and ends"
-        if request.get("do") == "progress":
-            return self._controller.progress.to_json()
-        if request.get("do") != "scale":
-            raise UsageError(f"this run does not know what {request.get('do')!r} is")
-        elastic, wanted = self._job.config.elastic, request.get("workers")
-        if not isinstance(wanted, int):
-            raise UsageError(f"{wanted!r} is no number of workers")
-        if elastic is None:
-            raise UsageError(
-                "the run was started without --elastic MIN:MAX, so that its number of workers stays as it is"
-            )
-        if self._newcomers is not None:
-            return self._newcomers.scale(wanted)
-        require_allowed(elastic, wanted)
-        self._wanted = wanted
-        return f"the run starts; there are to be {wanted} workers once it trains"
 
     def _survive(self, survival: Survival, newcomers: Newcomers) -> None:
         """Workers that have died are no members any more, and the others go on. Who interrupts the run waits until that

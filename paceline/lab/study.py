@@ -99,8 +99,8 @@ class Study:
             workers: numbers of workers. A strategy that cannot run with one of them is left out there.
             seeds: how many, or which.
             target: what ends a run; of several the hardest does, and the others' times are shown beside it.
-            hold, after_target, attack, max_steps, max_time_s, device, deadline_s, start_deadline_s, address, insecure,
-                arguments: as for `paceline.run`.
+            hold, after_target, attack, max_steps, max_time_s, device, deadline_s: as for `paceline.run`.
+            start_deadline_s, address, insecure, arguments: as for `paceline.run`.
             eval_every: as for `paceline.run`, but that a plain number counts batches, so that all strategies and
                 numbers of workers are judged equally often for the same work.
             tune: script options with values to try, as `lr=0.01,0.1`: every combination is judged with those that suit

@@ -11,6 +11,7 @@ import typer
 from paceline.cli import common_options, jobs
 from paceline.elastic import Elastic
 from paceline.errors import UsageError
+from paceline.running.places import is_address
 from paceline.scheduler import RayJob, ray_job_yaml
 from paceline.scheduler.ray_job import RESULTS, SCRIPTS
 from paceline.scheduler.ray_job_yaml import apply_command
@@ -72,7 +73,8 @@ def kubernetes(
     named = name if name is not None else script.stem
     path = str(script) if script_in_image else f"{SCRIPTS}/{script.name}"
     num_workers = workers or nodes * max(1, gpus)
-    out = [] if "resume" in given else ["--out", f"{RESULTS}/{named}"]
+    goes_on_there = "resume" in given and not is_address(str(given["resume"]))
+    out = [] if goes_on_there else ["--out", f"{RESULTS}/{named}"]
     text = ray_job_yaml(
         RayJob(
             name=named,

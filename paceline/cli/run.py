@@ -152,12 +152,12 @@ def run(
     crowding.warn(console, workers, engine=engine, address=address)
     with beginning.ray_beside_imports(engine=engine, address=address, insecure=insecure, num_workers=workers):
         from paceline.pieces import parse_options
-        from paceline.running import launch
+        from paceline.running import going_on, launch
         from paceline.strategies import build, name_of, settings_of
 
         options = parse_options(option or [], where="--option")
         chosen = build(strategy, options)
-        directory = out or launch.resumed_directory(resume) or launch.new_directory(chosen, workers=workers)
+        directory = out or going_on.resumed_directory(resume) or launch.new_directory(chosen, workers=workers)
         settings: dict[str, str | int | float] = {
             "script": str(script),
             "arguments": shlex.join(arguments or ()),

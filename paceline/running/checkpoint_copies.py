@@ -2,32 +2,41 @@
 
 import contextlib
 import json
-import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, final
-from urllib.parse import urlsplit
-
-import fsspec
 
 from paceline import durable, sealing
 from paceline.checkpoint import FILE_NAME, Checkpoint, DamagedCheckpoint
+from paceline.config import RunConfig
+from paceline.engines.standing import Watcher
 from paceline.errors import RunFailed, UsageError
 from paceline.running import manifest
+from paceline.running.places import Place, is_address
 from paceline.running.resuming import BEST, NEWEST, Found, as_iteration
+from paceline.strategies.base import Strategy
 
 _LOOK_S = 0.5
 _SAY_S = 2.0
 _END_S = 600.0
+_CUT_S = 30.0  # after an interrupt or a failure: who has sent it may not wait for longer
 _UNDER_WAY = ".checkpoint-copied.pt"
-_PIECE_BYTES = 2**22
 
 
-def is_address(text: str | Path) -> bool:
-    """Whether it names a place of fsspec's, and no directory."""
-    return "://" in str(text)
+class NothingThere(UsageError):
+    """An address has no checkpoint yet."""
+
+
+def _name(iteration: int) -> str:
+    return f"checkpoint-{iteration}.pt"
+
+
+def _iterations(place: Place) -> list[int]:
+    """Of the checkpoints that are there, from the newest to the oldest."""
+    numbers = (name.removeprefix("checkpoint-").removesuffix(".pt") for name in place.names())
+    return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
 
 def find(address: str, which: str | int = NEWEST) -> Found:
@@ -37,16 +46,19 @@ def find(address: str, which: str | int = NEWEST) -> Found:
         which: `newest`, or an iteration.
 
     Raises:
-        UsageError: there is none, or the address cannot be read.
+        NothingThere: the address has no checkpoint.
+        UsageError: it has not the one that is asked for, or cannot be read.
     """
     if which == BEST:
         raise UsageError(f"{address} has copies of the newest checkpoints, not of the best; leave --from out")
-    place = _Place.at(address)
-    there = place.iterations()
+    place = Place.at(address)
+    there = _iterations(place)
+    if not there:
+        raise NothingThere(f"{address} has no checkpoint to go on from")
     wanted = there if which == NEWEST else [number for number in there if number == as_iteration(which)]
     if not wanted:
-        has = "no checkpoint" if which == NEWEST else f"no checkpoint of iteration {which}"
-        raise UsageError(f"{address} has {has}; there are {', '.join(map(str, sorted(there))) or 'none'}")
+        numbers = ", ".join(map(str, sorted(there)))
+        raise UsageError(f"{address} has no checkpoint of iteration {which}; there are {numbers}")
     warnings: list[str] = []
     for iteration in wanted:
         raw, where = place.read(_name(iteration)), f"{address}/{_name(iteration)}"
@@ -60,13 +72,23 @@ def find(address: str, which: str | int = NEWEST) -> Found:
     raise DamagedCheckpoint(warnings[0])
 
 
-def address_of(run: str | Path) -> str | None:
-    """Where a run's copies are: it is given by their address, or by its result directory, whose run may have none."""
-    if is_address(run):
-        return str(run)
-    with contextlib.suppress(UsageError):
-        return cast(str | None, manifest.read(Path(run)).get("config", {}).get("copy_checkpoints"))
+def are_one(address: str, other: str) -> bool:
+    """Whether both name the same place. Raises UsageError if one is none."""
+    one, two = Place.at(address), Place.at(other)
+    return (one.files, one.root) == (two.files, two.root)
+
+
+def id_of(run: str | Path) -> str | None:
+    """Of the run whose result directory, or copies, are there; none where nothing says it."""
+    with contextlib.suppress(UsageError, ValueError):
+        if is_address(run):
+            return _id_at(Place.at(str(run)))
+        return cast(str | None, manifest.read(Path(run)).get("id"))
     return None
+
+
+def _id_at(place: Place) -> str | None:
+    return cast(str | None, json.loads(place.read(manifest.FILE_NAME)).get("id"))
 
 
 @final
@@ -74,32 +96,46 @@ class CheckpointCopies:
     """Copies the newest checkpoint of a result directory whenever it is another one, in a thread beside the run.
 
     An address has the copies of one run: `checkpoint-ITERATION.pt`, of which it keeps as many as the directory, and the
-    run's manifest. The thread looks at the directory alone, so that engines need not know of it.
+    run's manifest, whose `id` says which run that is. The thread looks at the directory alone, so that engines need not
+    know of it.
+
+    Raises:
+        UsageError: the address cannot be reached.
     """
 
     def __init__(self, address: str, directory: Path, *, keep: int) -> None:
-        self._place, self._directory, self._keep = _Place.at(address), directory, keep
+        if not is_address(address):
+            raise UsageError(f"--copy-checkpoints {address}: give an address, as file://{Path(address).resolve()}")
+        self._place, self._directory, self._keep = Place.at(address), directory, keep
         self._newest = directory / FILE_NAME
+        self._began_at = 0
+        self._dropped: list[int] = []
         self._seen: tuple[int, int] | None = None
         self._failure: str | None = None
         self._is_over = threading.Event()
 
-    def claim(self, described: dict[str, Any], *, is_own: bool, iteration: int) -> None:
-        """Have the address for this run, which begins at this iteration.
+    def claim(self, described: dict[str, Any], *, iteration: int, drops_later: bool) -> None:
+        """Have the address for this run.
 
         Args:
             described: what the manifest says.
-            is_own: the run goes on with the one whose copies are there.
+            iteration: at which the run begins.
+            drops_later: later copies than that go once there is a new one.
 
         Raises:
-            UsageError: the address cannot be written, or has another run's.
+            UsageError: the address cannot be written, has another run's copies, or later ones, which are to stay.
         """
-        there = self._place.iterations()
-        if there and not is_own:
-            address = self._place.address
-            raise UsageError(f"{address} has another run's checkpoints; give an empty one, or --resume {address}")
-        for later in (number for number in there if number > iteration):
-            self._place.remove(_name(later))
+        address, there = self._place.address, _iterations(self._place)
+        is_taken = bool(there) or self._place.has(manifest.FILE_NAME)
+        if is_taken and id_of(address) != described["id"]:
+            raise UsageError(f"{address} is another run's; give an empty address, or --resume {address}")
+        later = [number for number in there if number > iteration]
+        if later and not drops_later:
+            raise UsageError(
+                f"{address} has a later checkpoint, of iteration {later[0]}: --resume {address} goes on from there, "
+                f"and --from {iteration} goes back"
+            )
+        self._began_at, self._dropped = iteration, later
         self._place.make()
         self._place.write(manifest.FILE_NAME, json.dumps(described, indent=2).encode())
 
@@ -111,28 +147,27 @@ class CheckpointCopies:
         Raises:
             RunFailed: the last one could not be copied, though the run has ended well.
         """
-        self._seen = self._known()  # an earlier run's, which this one may be about to drop
         # Nobody waits for the thread at the end of the process: a network that hangs keeps no run from ending.
         thread = threading.Thread(target=self._serve, args=[say], name="paceline-copies", daemon=True)
         thread.start()
         try:
             yield
         except BaseException:
-            self._end(thread, say)
+            self._end(thread, say, limit_s=_CUT_S)
             raise
-        self._end(thread, say)
+        self._end(thread, say, limit_s=_END_S)
         failure = self._failure or (f"it took more than {_END_S:g} s" if thread.is_alive() else None)
         if failure is not None:
             where = f"in {self._directory}, and not at {self._place.address}"
             raise RunFailed(f"the run has ended well, but its last checkpoint is {where}: {failure}")
 
-    def _end(self, thread: threading.Thread, say: Callable[[str], None]) -> None:
+    def _end(self, thread: threading.Thread, say: Callable[[str], None], *, limit_s: float) -> None:
         """Have the last one copied."""
         self._is_over.set()
         thread.join(_SAY_S)
         if thread.is_alive():
             say(f"copying the last checkpoint to {self._place.address}")
-            thread.join(_END_S)
+            thread.join(limit_s)
 
     def _serve(self, say: Callable[[str], None]) -> None:
         while not self._is_over.wait(_LOOK_S):
@@ -166,73 +201,36 @@ class CheckpointCopies:
         return found.st_ino, found.st_mtime_ns
 
     def _copy(self, source: Path) -> None:
-        facts = sealing.facts_of(source)
-        if facts.get("rows"):
-            raise UsageError("it names files of rows, which servers have written and which are not copied")
-        self._place.put(source, _name(facts["iteration"]))
-        for surplus in self._place.iterations()[self._keep :]:
+        iteration = sealing.facts_of(source)["iteration"]
+        is_there = iteration == self._began_at and self._place.size_of(_name(iteration)) == source.stat().st_size
+        if not is_there:
+            self._place.put(source, _name(iteration))
+        for number in self._dropped:
+            if number != iteration:
+                self._place.remove(_name(number))
+        self._dropped.clear()
+        for surplus in _iterations(self._place)[self._keep :]:
             self._place.remove(_name(surplus))
 
 
-def _name(iteration: int) -> str:
-    return f"checkpoint-{iteration}.pt"
+def claimed(
+    config: RunConfig, directory: Path, strategy: Strategy, described: dict[str, Any], *, began_at: int, goes_back: bool
+) -> CheckpointCopies | None:
+    """What copies the run's checkpoints, if they are to be copied. Raises UsageError if they cannot be.
+
+    Args:
+        began_at: the iteration of the checkpoint that the run goes on from.
+        goes_back: it is not the newest of those that there were.
+    """
+    if config.copy_checkpoints is None:
+        return None
+    if strategy.table_files() is not None:
+        raise UsageError("--copy-checkpoints copies no rows that servers have in files; leave it or table_dir out")
+    copies = CheckpointCopies(config.copy_checkpoints, directory, keep=config.keep_checkpoints)
+    copies.claim(described, iteration=began_at, drops_later=goes_back)
+    return copies
 
 
-@final
-@dataclass(frozen=True)
-class _Place:
-    """A directory of any file system that fsspec knows."""
-
-    address: str
-    files: Any
-    root: str
-
-    @classmethod
-    def at(cls, address: str) -> "_Place":
-        """Raises UsageError if there is no such file system, what it needs is not installed, or the address has a
-        password, which manifests and messages would show."""
-        if urlsplit(address).password is not None:
-            raise UsageError("leave the password out of the address, which is shown; fsspec's settings may have it")
-        try:
-            files, root = fsspec.core.url_to_fs(address)
-        except Exception as error:  # each file system has errors of its own
-            raise UsageError(f"cannot reach {address}: {error}") from None
-        return cls(address.rstrip("/"), files, root.rstrip("/"))
-
-    def iterations(self) -> list[int]:
-        """Of the checkpoints that are there, from the newest to the oldest; none where there is no directory."""
-        with self._said("read"):
-            self.files.invalidate_cache()
-            if not self.files.exists(self.root):
-                return []
-            names = [Path(path).name for path in self.files.ls(self.root, detail=False)]
-        numbers = (name.removeprefix("checkpoint-").removesuffix(".pt") for name in names)
-        return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
-
-    def read(self, name: str) -> bytes:
-        with self._said("read"):
-            return cast(bytes, self.files.cat_file(f"{self.root}/{name}"))
-
-    def make(self) -> None:
-        with self._said("write to"):
-            self.files.makedirs(self.root, exist_ok=True)
-
-    def write(self, name: str, content: bytes) -> None:
-        with self._said("write to"):
-            self.files.pipe_file(f"{self.root}/{name}", content)
-
-    def put(self, source: Path, name: str) -> None:
-        """A copy that is cut off is noticed when it is read, by its digest."""
-        with source.open("rb") as file, self.files.open(f"{self.root}/{name}", "wb") as target:
-            shutil.copyfileobj(file, target, _PIECE_BYTES)
-
-    def remove(self, name: str) -> None:
-        with self._said("write to"):
-            self.files.rm_file(f"{self.root}/{name}")
-
-    @contextlib.contextmanager
-    def _said(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # each file system has errors of its own
-            raise UsageError(f"cannot {what} {self.address}: {type(error).__name__}: {error}") from None
+def kept(copies: CheckpointCopies | None, watcher: Watcher) -> contextlib.AbstractContextManager[None]:
+    """As the copies' own, where there are any."""
+    return contextlib.nullcontext() if copies is None else copies.kept(partial(watcher.on_output, "run"))

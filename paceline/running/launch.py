@@ -2,11 +2,11 @@
 
 import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,7 +28,7 @@ from paceline.engines.standing import LauncherLost, Watcher
 from paceline.engines.virtual.job import VirtualJob
 from paceline.errors import UsageError, unknown
 from paceline.interval import Interval
-from paceline.running import checkpoint_copies, machine_load, manifest, resuming, simulating, watching
+from paceline.running import checkpoint_copies, going_on, machine_load, manifest, resuming, simulating, watching
 from paceline.running.checks import check_metric
 from paceline.running.result import Result
 from paceline.strategies import build, name_of
@@ -132,7 +132,8 @@ def run(
             as the workers that are there have in a batch each); none: `keep`, and `grow` under local updates.
         replace: of an elastic run: how often a new worker starts in the place of one that has died; none: never.
         resume: the result directory of a run to go on with; its records are continued unless another `out` is given.
-            Or an address that a run has copied its checkpoints to.
+            Or an address that a run has copied its checkpoints to; where it is that of `copy_checkpoints`, and has none
+            yet, the run begins.
         resume_from: which of its checkpoints: `newest`, `best`, or an iteration. Where the newest is damaged, the one
             before is taken. In the same directory, later checkpoints and records are dropped.
         watcher: is told of progress and shown what scripts print; none: on a terminal and in a notebook a line of
@@ -187,7 +188,7 @@ def run(
     check_metric(task, config.keep_best, what="metric of --keep-best")
     if resume is None and resume_from != resuming.NEWEST:
         raise UsageError("--from has no effect without --resume RUN")
-    found, run_before = _found(resume, resume_from)
+    found, run_before = going_on.found(resume, resume_from, copied_to=copy_checkpoints)
     raw = checkpoint = None
     if found is not None:
         raw, checkpoint = found.raw, found.checkpoint
@@ -196,6 +197,7 @@ def run(
     path = task.path if isinstance(task, Script) else getattr(task, "__qualname__", repr(task))
     given = task.arguments if isinstance(task, Script) else ()
     described = manifest.describe_run(program=path, arguments=given, strategy=plan, num_workers=workers, config=config)
+    described["id"] = (checkpoint_copies.id_of(resume) if resume is not None else None) or uuid.uuid4().hex
     described |= {"resumed_from": str(resume) if resume is not None else None, "engine": engine}
     if virtual is not None:
         described["cluster"] = asdict(virtual)
@@ -203,33 +205,42 @@ def run(
         described["load"] = machine_load.describe()
     config = config.in_directory(directory, resumed_from=run_before)
     continued = found if run_before is not None and directory.resolve() == run_before.resolve() else None
-    copies = _copies(config, directory, described, found, resume)
+    copies = checkpoint_copies.claimed(
+        config,
+        directory,
+        plan,
+        described,
+        began_at=0 if checkpoint is None else checkpoint.iteration,
+        goes_back=resume_from != resuming.NEWEST or (resume is not None and run_before is None),
+    )
     watched = nullcontext(watcher) if watcher is not None else _watched(f"{name_of(plan)} x {workers}", config, engine)
     try:
         at_start = None if checkpoint is None else checkpoint.data.get(AT_START, len(checkpoint.workers))
         if virtual is not None:
             job = VirtualJob(task, plan, workers, virtual, config, raw, at_start)
             try:
-                with watched as watcher, copies(watcher):
-                    _warn(watcher, found)
-                    begin = partial(_begin, directory, described, continued)
+                with watched as listening, ExitStack() as beside:
+                    _warn(listening, found, resume)
+
+                    def begin() -> None:
+                        _write_manifest(directory, described)
+                        _go_back(directory, continued)
+                        beside.enter_context(checkpoint_copies.kept(copies, listening))
+
                     began_s = 0.0 if checkpoint is None else checkpoint.time_s
-                    simulating.simulate(job, directory, watcher, begin=begin, began_s=began_s)
+                    simulating.simulate(job, directory, listening, begin=begin, began_s=began_s)
             finally:
                 gc.collect()  # models lie in reference cycles, which Python keeps: it counts objects, not bytes
             return Result(directory)
         _write_manifest(directory, described)
-        with (
-            watched as watcher,
-            copies(watcher),
-            connected(address, insecure=insecure, num_workers=workers),
-        ):
-            _warn(watcher, found)
+        with watched as watcher, connected(address, insecure=insecure, num_workers=workers):
+            _warn(watcher, found, resume)
             _go_back(directory, continued)
             is_elsewhere = chosen_address(address) is not None or striking.VARIABLE in os.environ
             environment = own_environment() if is_elsewhere else {}
             real = Job(task, plan, workers, config, raw, environment, at_start, launcher_lost)
-            Supervisor(real, directory, watcher).run()
+            with checkpoint_copies.kept(copies, watcher):
+                Supervisor(real, directory, watcher).run()
     except Interrupted:
         raise
     except KeyboardInterrupt:
@@ -237,42 +248,9 @@ def run(
     return Result(directory)
 
 
-def _found(resume: str | Path | None, which: str | int) -> tuple[resuming.Found | None, Path | None]:
-    """The checkpoint to go on from, and the result directory that it lies in, if it does. Raises UsageError."""
-    if resume is None:
-        return None, None
-    before = resumed_directory(resume)
-    return checkpoint_copies.find(str(resume), which) if before is None else resuming.find(before, which), before
-
-
-def resumed_directory(resume: str | Path | None) -> Path | None:
-    """The result directory of the run to go on with, if that is what it is known by."""
-    return None if resume is None or checkpoint_copies.is_address(resume) else Path(resume)
-
-
-def _copies(
-    config: RunConfig,
-    directory: Path,
-    described: dict[str, Any],
-    found: resuming.Found | None,
-    resume: str | Path | None,
-) -> Callable[[Watcher], AbstractContextManager[None]]:
-    """What copies the run's checkpoints while it trains, if they are to be copied. Raises UsageError if they cannot."""
-    address = config.copy_checkpoints
-    if address is None:
-        return lambda _: nullcontext()
-    copies = checkpoint_copies.CheckpointCopies(address, directory, keep=config.keep_checkpoints)
-    is_own = resume is not None and checkpoint_copies.address_of(resume) == address
-    copies.claim(described, is_own=is_own, iteration=0 if found is None else found.checkpoint.iteration)
-    return lambda watcher: copies.kept(partial(watcher.on_output, "run"))
-
-
-def _begin(directory: Path, described: dict[str, Any], continued: resuming.Found | None) -> None:
-    _write_manifest(directory, described)
-    _go_back(directory, continued)
-
-
-def _warn(watcher: Watcher, found: resuming.Found | None) -> None:
+def _warn(watcher: Watcher, found: resuming.Found | None, resume: str | Path | None) -> None:
+    if found is None and resume is not None:
+        watcher.on_output("run", f"{resume} has no checkpoint yet: the run begins")
     for warning in () if found is None else found.warnings:
         watcher.on_output("run", warning)
 

@@ -19,8 +19,9 @@ from paceline.checkpoint_files import CheckpointFiles
 from paceline.errors import RunFailed, UsageError
 from paceline.models import build
 from paceline.running import checkpoint_copies
-from paceline.running.checkpoint_copies import CheckpointCopies
+from paceline.running.checkpoint_copies import CheckpointCopies, NothingThere
 from tests.distributed.harness import wait_until
+from tests.distributed.local import Listener
 from tests.unit.test_checkpoint_files import checkpoint_of, flip
 
 ADDRESS = "memory://bucket/run-7"
@@ -42,7 +43,7 @@ def names(files: MemoryFileSystem) -> set[str]:
 def copied(directory: Path, *, keep: int = 2) -> Iterator[CheckpointFiles]:
     said: list[str] = []
     copies = CheckpointCopies(ADDRESS, directory, keep=keep)
-    copies.claim({}, is_own=False, iteration=0)
+    copies.claim({"id": "a"}, iteration=0, drops_later=False)
     with copies.kept(said.append):
         yield CheckpointFiles(directory, keep=keep)
     assert said == []
@@ -84,12 +85,16 @@ def test_a_damaged_copy_is_named_and_the_one_before_is_taken(memory: MemoryFileS
 @pytest.mark.parametrize(
     ("which", "said"),
     [
-        ("newest", "has no checkpoint; there are none"),
-        (3, "has no checkpoint of iteration 3; there are none"),
+        (3, f"{ADDRESS} has no checkpoint of iteration 3; there are 4, 5"),
+        ("last", "--from must be newest, best or an iteration"),
         ("best", "not of the best"),
     ],
 )
-def test_what_is_not_there_is_said(which: str | int, said: str) -> None:
+def test_what_is_not_there_is_said(memory: MemoryFileSystem, which: str | int, said: str) -> None:
+    with pytest.raises(NothingThere, match="has no checkpoint to go on from"):
+        checkpoint_copies.find(ADDRESS)
+    for iteration in (4, 5):
+        memory.pipe_file(f"/bucket/run-7/checkpoint-{iteration}.pt", checkpoint_of(iteration))
     with pytest.raises(UsageError, match=said):
         checkpoint_copies.find(ADDRESS, which)
 
@@ -106,11 +111,38 @@ def test_a_password_is_not_shown(tmp_path: Path) -> None:
     assert "secret" not in str(refused.value)
 
 
-def test_another_runs_address_is_refused(tmp_path: Path, memory: MemoryFileSystem) -> None:
+def test_what_is_no_address_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"--copy-checkpoints {tmp_path}: give an address, as file://{tmp_path}"):
+        CheckpointCopies(str(tmp_path), tmp_path, keep=2)
+
+
+def test_an_address_is_one_runs_from_its_start_on(tmp_path: Path, memory: MemoryFileSystem) -> None:
+    """Before the first checkpoint, too; and where somebody has removed the manifest."""
+    copies = CheckpointCopies(ADDRESS, tmp_path, keep=2)
+    copies.claim({"id": "a"}, iteration=0, drops_later=False)
+    with pytest.raises(UsageError, match=f"is another run's; give an empty address, or --resume {ADDRESS}"):
+        copies.claim({"id": "b"}, iteration=0, drops_later=False)
     memory.pipe_file("/bucket/run-7/checkpoint-5.pt", checkpoint_of(5))
-    with pytest.raises(UsageError, match=f"has another run's checkpoints; give an empty one, or --resume {ADDRESS}"):
-        CheckpointCopies(ADDRESS, tmp_path, keep=2).claim({}, is_own=False, iteration=0)
+    memory.rm("/bucket/run-7/manifest.json")
+    with pytest.raises(UsageError, match="is another run's"):
+        copies.claim({"id": "a"}, iteration=5, drops_later=False)
     assert names(memory) == {"checkpoint-5.pt"}
+
+
+def test_later_copies_go_when_there_is_a_new_one(tmp_path: Path, memory: MemoryFileSystem) -> None:
+    for iteration in (4, 6, 8):
+        memory.pipe_file(f"/bucket/run-7/checkpoint-{iteration}.pt", checkpoint_of(iteration))
+    memory.pipe_file("/bucket/run-7/manifest.json", b'{"id": "a"}')
+    copies = CheckpointCopies(f"{ADDRESS}/", tmp_path, keep=2)
+    with pytest.raises(UsageError, match=f"later checkpoint, of iteration 8: --resume {ADDRESS} goes .*--from 4 goes"):
+        copies.claim({"id": "a"}, iteration=4, drops_later=False)
+    copies.claim({"id": "a"}, iteration=4, drops_later=True)
+    assert checkpoint_copies.find(ADDRESS).checkpoint.iteration == 8, "the run may fail before it has another"
+    again = Checkpoint(6, 1.0, {"w": torch.zeros(2000)}, {}, [], [], 0)
+    with copies.kept(lambda _: None):
+        CheckpointFiles(tmp_path).write([again.encode()])
+    assert names(memory) == {"manifest.json", "checkpoint-4.pt", "checkpoint-6.pt"}
+    assert checkpoint_copies.find(ADDRESS).checkpoint.model["w"].sum() == 0
 
 
 class _Full(MemoryFileSystem):  # type: ignore[misc]
@@ -187,17 +219,35 @@ def run(out: Path, **options: Any) -> Checkpoint:
 
 def test_a_run_goes_on_from_its_copies_alone(tmp_path: Path, memory: MemoryFileSystem) -> None:
     whole = run(tmp_path / "whole")
-    run(tmp_path / "first", max_steps=3, copy_checkpoints=ADDRESS)
-    resumed = run(tmp_path / "second", resume=ADDRESS, copy_checkpoints=ADDRESS)
+    listener = Listener()
+    for machine, max_steps in (("first", 3), ("second", None)):  # the same command on one machine after the other
+        resumed = run(
+            tmp_path / machine, resume=ADDRESS, copy_checkpoints=f"{ADDRESS}/", max_steps=max_steps, watcher=listener
+        )
+    assert listener.of("run") == [f"{ADDRESS} has no checkpoint yet: the run begins"]
     assert resumed.iteration == whole.iteration == 8
     for name, tensor in whole.model.items():
         assert torch.equal(tensor, resumed.model[name])
     assert names(memory) == {"manifest.json", "checkpoint-3.pt", "checkpoint-8.pt"}
-    with pytest.raises(UsageError, match="another run's checkpoints"):
+    with pytest.raises(UsageError, match="is another run's"):
         run(tmp_path / "third", copy_checkpoints=ADDRESS)
-    # Who goes back in the result directory drops later copies as well.
-    run(tmp_path / "first", resume=tmp_path / "first", max_steps=5, copy_checkpoints=ADDRESS)
+    with pytest.raises(UsageError, match="later checkpoint, of iteration 8"):
+        run(tmp_path / "first", resume=tmp_path / "first", max_steps=5, copy_checkpoints=ADDRESS)
+    run(tmp_path / "back", resume=ADDRESS, resume_from=3, max_steps=5, copy_checkpoints=ADDRESS)
     assert names(memory) == {"manifest.json", "checkpoint-3.pt", "checkpoint-5.pt"}
+
+
+def test_a_run_that_has_ended_is_copied_when_it_is_resumed(tmp_path: Path, memory: MemoryFileSystem) -> None:
+    run(tmp_path / "out", max_steps=3)
+    run(tmp_path / "out", max_steps=3, resume=tmp_path / "out", copy_checkpoints=ADDRESS)
+    assert names(memory) == {"manifest.json", "checkpoint-3.pt"}
+
+
+def test_rows_in_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="copies no rows that servers have in files"):
+        paceline.run(
+            train, strategy=f"ps-bsp:table_dir={tmp_path}", workers=1, copy_checkpoints=ADDRESS, out=tmp_path / "out"
+        )
 
 
 def test_flipped_bits_of_a_copy_are_noticed(tmp_path: Path) -> None:

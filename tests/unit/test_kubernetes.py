@@ -345,14 +345,18 @@ def test_the_command_writes_a_file_and_says_how_to_submit_it(
     assert items == [{"key": "script.py", "path": "my train.py"}]
 
 
+@pytest.mark.parametrize(
+    ("resume", "out"),
+    [("/paceline/results/before", ""), ("s3://bucket/run", " --out /paceline/results/train")],
+)
 def test_a_script_in_the_image_is_not_read_here(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], resume: str, out: str
 ) -> None:
-    options = ["--image", "i", "--script-in-image", "--resume", "/paceline/results/before", "--results-claim", "r"]
+    options = ["--image", "i", "--script-in-image", "--resume", resume, "--results-claim", "r"]
     assert paceline(monkeypatch, "kubernetes", "/app/train.py", *options) == 0
     captured = capsys.readouterr()
     (made,) = read(captured.out)
-    assert made["spec"]["entrypoint"] == "paceline run /app/train.py --workers 1 --resume /paceline/results/before"
+    assert made["spec"]["entrypoint"] == f"paceline run /app/train.py --workers 1{out} --resume {resume}"
     assert captured.err == "Submit it with: kubectl apply --server-side -f -\n"
 
 

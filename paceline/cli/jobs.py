@@ -60,7 +60,7 @@ def _options(
     command: str, script: Path, rest: Sequence[str], *, jobs_own: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """All that the command is to know, and what of it is given to it, by name."""
-    context = commands.load(command).make_context(command, [str(script), *rest])
+    context = commands.load(command).make_context(f"paceline {command}", [str(script), *rest])
     given = {
         name: value
         for name, value in context.params.items()

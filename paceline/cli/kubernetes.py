@@ -45,6 +45,14 @@ def kubernetes(
         str | None,
         typer.Option(help="The PersistentVolumeClaim for results.", metavar="CLAIM", show_default="the head's disk"),
     ] = None,
+    shared_claim: Annotated[
+        bool,
+        typer.Option(
+            "--shared-claim",
+            help="Mount the claim on the hosts that train, too, for what SCRIPT itself writes to /paceline/results; it "
+            "has to be one of several nodes (ReadWriteMany).",
+        ),
+    ] = False,
     service_account: Annotated[str | None, typer.Option(help="Of the pods.", metavar="ACCOUNT")] = None,
     pull_secret: Annotated[
         str | None, typer.Option(help="The Secret with which the image is fetched.", metavar="SECRET")
@@ -94,6 +102,7 @@ def kubernetes(
             service_account=service_account,
             pull_secret=pull_secret,
             results_claim=results_claim,
+            shares_claim=shared_claim,
         ),
         file=str(output or "-"),
     )

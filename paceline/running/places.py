@@ -31,7 +31,7 @@ class Place:
     def at(cls, address: str) -> "Place":
         """Raises UsageError if there is no such file system, what it needs is not installed, or the address has a
         password, which manifests and messages would show."""
-        if urlsplit(address).password is not None:
+        if any(urlsplit(part).password is not None or "password=" in part for part in address.split("::")):
             raise UsageError("leave the password out of the address, which is shown; fsspec's settings may have it")
         import fsspec  # here, because most runs do without
 

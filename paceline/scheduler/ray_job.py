@@ -48,6 +48,8 @@ class RayJob:
     """The Secret with which the image is fetched."""
     results_claim: str | None = None
     """The PersistentVolumeClaim that is to be at `RESULTS`; None: what is there goes with the head."""
+    shares_claim: bool = False
+    """Also on the hosts that train."""
 
     def __post_init__(self) -> None:
         words.job_name(self.name, option="--name")
@@ -64,6 +66,8 @@ class RayJob:
         ):
             if given is not None:
                 words.object_name(given, option=option)
+        if self.shares_claim and self.results_claim is None:
+            raise UsageError("--shared-claim has no effect without --results-claim CLAIM")
         if self.script is not None:
             _require_room(*self.script)
 

@@ -82,7 +82,7 @@ def _custom_resource(job: RayJob) -> dict[str, Any]:
                         "minReplicas": job.bounds[0],
                         "maxReplicas": job.bounds[1],
                         "rayStartParams": {},
-                        "template": _pod(job, worker),
+                        "template": _worker_pod(job, worker),
                     }
                 ],
             },
@@ -100,18 +100,29 @@ def _container(job: RayJob, name: str, resources: dict[str, str]) -> dict[str, A
     return {"name": name, "image": job.image, "resources": {"requests": resources, "limits": resources}}
 
 
+def _results(job: RayJob) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Mount and volume."""
+    claim = job.results_claim
+    where = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
+    return {"name": "results", "mountPath": RESULTS}, {"name": "results", **where}
+
+
 def _storage(job: RayJob) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Mounts and volumes of the head."""
-    mounts: list[dict[str, Any]] = [{"name": "results", "mountPath": RESULTS}]
-    claim = job.results_claim
-    volumes: list[dict[str, Any]] = [
-        {"name": "results", **({"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}})}
-    ]
+    mount, volume = _results(job)
+    mounts, volumes = [mount], [volume]
     if job.script is not None:
         mounts.append({"name": "script", "mountPath": SCRIPTS, "readOnly": True})
         items = [{"key": _KEY, "path": job.script[0]}]
         volumes.append({"name": "script", "configMap": {"name": _config_map_name(job), "items": items}})
     return mounts, volumes
+
+
+def _worker_pod(job: RayJob, container: dict[str, Any]) -> dict[str, Any]:
+    if not job.shares_claim:
+        return _pod(job, container)
+    mount, volume = _results(job)
+    return _pod(job, {**container, "volumeMounts": [mount]}, volumes=[volume])
 
 
 def _pod(job: RayJob, container: dict[str, Any], **more: Any) -> dict[str, Any]:

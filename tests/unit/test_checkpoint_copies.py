@@ -105,9 +105,12 @@ def test_an_address_that_nobody_knows_is_refused(tmp_path: Path, address: str) -
         CheckpointCopies(address, tmp_path, keep=2)
 
 
-def test_a_password_is_not_shown(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "address", ["sftp://me:secret@host/run", "simplecache::ftp://me:secret@host/run", "ftp://host/run?password=secret"]
+)
+def test_a_password_is_not_shown(tmp_path: Path, address: str) -> None:
     with pytest.raises(UsageError, match="leave the password out") as refused:
-        CheckpointCopies("sftp://me:secret@host/run", tmp_path, keep=2)
+        CheckpointCopies(address, tmp_path, keep=2)
     assert "secret" not in str(refused.value)
 
 

@@ -169,6 +169,17 @@ def test_a_cluster_ends_with_its_run_where_results_are_kept(claim: str | None, e
     assert {"name": "results", "mountPath": "/paceline/results"} in head["containers"][0]["volumeMounts"]
 
 
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_claim_is_on_the_hosts_that_train_where_that_is_asked(shares: bool) -> None:
+    cluster = resource(results_claim="results", shares_claim=shares)["spec"]["rayClusterSpec"]
+    pod = cluster["workerGroupSpecs"][0]["template"]["spec"]
+    assert pod.get("volumes") == (
+        [{"name": "results", "persistentVolumeClaim": {"claimName": "results"}}] if shares else None
+    )
+    mounts = [{"name": "results", "mountPath": "/paceline/results"}]
+    assert pod["containers"][0].get("volumeMounts") == (mounts if shares else None)
+
+
 @settings(deadline=None)
 @given(st.lists(TEXTS, max_size=6), NAMES, MEMORIES, TEXTS)
 def test_names_quantities_scripts_and_arguments_come_through(
@@ -278,6 +289,7 @@ def test_kubernetes_own_reader_reads_the_same() -> None:
         ({"ray_version": "nightly"}, "from 2.52.0 on"),
         ({"token_secret": "Token"}, "--token-secret: 'Token' is no name in Kubernetes"),
         ({"results_claim": ""}, "--results-claim: '' is no name"),
+        ({"results_claim": None, "shares_claim": True}, "--shared-claim has no effect without --results-claim"),
         ({"service_account": "a..b"}, "--service-account: 'a..b' is no name"),
         ({"pull_secret": "a" * 254}, "--pull-secret"),
         ({"script": ("train.py", "x" * (2**20 + 1))}, r"1,048,577 bytes.*1,048,576 \(1 MiB\).*--script-in-image"),

@@ -102,7 +102,7 @@ def _read(text: str | None) -> tuple[dict[str, tuple[str, ...]], Task | None]:
     except WrongTFConfig:
         raise
     except (ValueError, RecursionError) as error:
-        reason = "it nests too deep" if isinstance(error, RecursionError) else str(error)[:_MOST_SHOWN]
+        reason = "it nests too deep" if isinstance(error, RecursionError) else str(error)[: 2 * _MOST_SHOWN]
         raise WrongTFConfig(f"{VARIABLE} is not JSON: {reason}") from None
     config = _object(read, VARIABLE)
     _require_known(config, ("cluster", "task", "environment"), VARIABLE)

@@ -76,7 +76,7 @@ class Coordinator:
         return replace(self, living=(*self.living, report.rank), joining=joining)
 
     def died(self, rank: int) -> tuple["Coordinator", Form | None]:
-        """Raises RunFailed where too few are left."""
+        """This rank takes no further step, and had not come to its end. Raises RunFailed where too few are left."""
         left = len(self.living) - (rank in self.living)
         if left < self.at_least:
             raise RunFailed(
@@ -86,7 +86,7 @@ class Coordinator:
         return self.ended(rank)
 
     def ended(self, rank: int) -> tuple["Coordinator", Form | None]:
-        """This rank has come to its end, or leaves, and takes no further step; or it does not join any more."""
+        """This rank has come to its end, and takes no further step; or it does not join any more."""
         living, joining = (tuple(other for other in ranks if other != rank) for ranks in (self.living, self.joining))
         reports = tuple(report for report in self.reports if report.rank != rank)
         return replace(self, living=living, joining=joining, reports=reports)._decided()

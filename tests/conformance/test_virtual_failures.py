@@ -20,7 +20,7 @@ from paceline.cluster.description import Cluster, Compute, Hosts, Recovery
 from paceline.elastic import Elastic
 from paceline.errors import RunFailed
 from paceline.planner import StepWork, failing, plan
-from paceline.records import StepRecord, read_records
+from paceline.records import EventRecord, StepRecord, read_records
 from paceline.running import simulating
 from paceline.running.result import Result
 
@@ -127,6 +127,14 @@ def test_workers_die_with_their_hosts_and_others_take_their_place(tmp_path: Path
     (none,) = named(undisturbed, "goodput")
     assert (none["goodput"], none["lost_steps_s"]) == (1.0, 0.0)
     assert none["cost"] == pytest.approx(none["worker_s"]), "each host costs one a second"
+
+
+def test_a_run_that_too_many_leave_has_failed(tmp_path: Path) -> None:
+    """What they leave undone would be nobody's."""
+    with pytest.raises(RunFailed, match="2 workers are left, and --elastic asks for 3 or more"):
+        train(tmp_path / "spot", cluster=SPOT, at_least=3, replacements=0)
+    events = read_records(tmp_path / "spot", EventRecord)
+    assert [event.name for event in events if event.name in ("left", "ended", "failed")] == ["left", "failed"]
 
 
 def test_with_notice_nothing_that_was_computed_is_lost(tmp_path: Path) -> None:

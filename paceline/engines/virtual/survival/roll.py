@@ -120,7 +120,9 @@ class Roll:
         self._event("left", f"worker-{rank}", left=len(self.living) - 1)
         self._ledger.ends(rank, self._timeline.now_s)
         self.meeting.lose(f"worker {rank} leaves")
-        self.end(rank)
+        self._drop(rank)
+        self._coordinator, form = self._coordinator.died(rank)
+        self._send(form)
 
     # --- what workers say ---------------------------------------------------------------------------------------
 

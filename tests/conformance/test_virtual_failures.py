@@ -134,7 +134,7 @@ def test_a_run_that_too_many_leave_has_failed(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="2 workers are left, and --elastic asks for 3 or more"):
         train(tmp_path / "spot", cluster=SPOT, at_least=3, replacements=0)
     events = read_records(tmp_path / "spot", EventRecord)
-    assert [event.name for event in events if event.name in ("left", "ended", "failed")] == ["left", "failed"]
+    assert [event.name for event in events if event.name in ("left", "ended", "failed")] == ["left", "left", "failed"]
 
 
 def test_with_notice_nothing_that_was_computed_is_lost(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import paceline
 from paceline.errors import RunFailed
@@ -62,6 +64,66 @@ def test_an_interrupt_ends_all_workers_at_one_step(tmp_path: Path) -> None:
     assert {np.load(tmp_path / f"{rank}.npy")[0] for rank in range(WORKERS)} == {result.iteration}
 
 
+WAITS_S = 0.5
+EXCHANGES: dict[str, Callable[[paceline.Worker], object]] = {
+    "barrier": lambda worker: worker.barrier(),
+    "all_reduce": lambda worker: worker.all_reduce(torch.ones(1)),
+    "broadcast": lambda worker: worker.broadcast(torch.ones(1), root=1),
+    "broadcast_tree": lambda worker: worker.broadcast_tree([torch.ones(1)], root=1),
+    "all_gather": lambda worker: worker.all_gather(torch.ones(1)),
+    "gather": lambda worker: worker.gather(torch.ones(1)),
+    "all_gather_object": lambda worker: worker.all_gather_object(1),
+    "reduce_scatter": lambda worker: worker.reduce_scatter([torch.ones(1)] * 2),
+    "all_to_all": lambda worker: worker.all_to_all([torch.ones(1)] * 2),
+    "recv": lambda worker: (
+        worker.send(torch.ones(1), destination=0) if worker.rank else worker.recv(torch.ones(1), source=1)
+    ),
+}
+
+
+def waiting() -> None:
+    """Rank 1 comes late to each exchange; what follows the last step is no training."""
+    worker = paceline.init()
+    for exchange in EXCHANGES.values():
+        worker.begin_step(1)
+        if worker.rank == 1:
+            time.sleep(WAITS_S)
+        exchange(worker)
+    worker.end_step()
+    time.sleep(20 * WAITS_S)
+
+
+def test_each_exchange_counts_as_one_and_the_last_step_ends_with_the_loop(tmp_path: Path) -> None:
+    result = local_engine.run(waiting, strategy="all-reduce", workers=2, out=tmp_path)
+    for name, record in zip(EXCHANGES, [record for record in result.steps if record.worker == 0], strict=True):
+        assert record.communication_s >= 0.8 * WAITS_S, name
+    last = max(result.steps, key=lambda record: record.step)
+    assert last.compute_s < 20 * WAITS_S
+
+
+def apart(out: Path) -> None:
+    """Between `end_step` and the next step nothing is training."""
+    worker = paceline.init()
+    for _ in range(3):
+        worker.begin_step(1)
+        worker.end_step()
+        time.sleep(WAITS_S)
+    assert worker.begin_step(1) is False
+    worker.end_step()
+
+
+def test_what_lies_between_two_steps_is_no_training(tmp_path: Path) -> None:
+    result = local_engine.run(partial(apart, tmp_path), strategy="all-reduce", workers=2, out=tmp_path, max_steps=3)
+    for rank in range(2):
+        own = [record for record in result.steps if record.worker == rank]
+        assert len(own) == 3
+        assert own[-1].time_s == pytest.approx(sum(each.compute_s + each.communication_s for each in own), abs=1e-3)
+
+
+def of_so_many(samples: Any) -> None:
+    paceline.init().begin_step(samples)
+
+
 def after_prepare() -> None:
     worker = paceline.init()
     prepared(worker)
@@ -73,7 +135,10 @@ def after_prepare() -> None:
     [
         (partial(loop, Path()), {"target": "accuracy=0.9"}, "--target needs a model that worker.prepare was given"),
         (partial(loop, Path()), {"checkpoint_every": 2}, "--checkpoint-every needs a model"),
+        (partial(loop, Path()), {"copy_checkpoints": "memory://copies-of-a-loop"}, "--copy-checkpoints needs a model"),
         (after_prepare, {}, "for loops without worker.prepare"),
+        (partial(of_so_many, 2.5), {}, r"begin_step\(2.5\): samples must be a whole number"),
+        (partial(of_so_many, -3), {}, r"begin_step\(-3\): samples must be a whole number"),
     ],
 )
 def test_what_cannot_be_had_is_refused(

@@ -46,15 +46,15 @@ class OwnLoop:
         if not self._has_begun:
             self._has_begun = True
             self._run.tell("training")
-        self._run.clock.resume()
         self._samples, self._began_s, self._exchanged_s = num_samples, self._run.clock.now_s, 0.0
+        self._run.clock.resume()
         return True
 
     def end(self) -> None:
         """The step that is under way ends here, if there is one, and so does training until the next begins."""
         if self._samples is not None:
-            self._record()
             self._run.clock.pause()
+            self._record()
 
     def _agrees_to_end(self) -> bool:
         """Whether some worker wants all to end. The first call has all begin together. Collective call."""

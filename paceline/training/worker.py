@@ -83,6 +83,11 @@ class Worker:
         return self._session.run.iteration
 
     @property
+    def goes_on_by(self) -> str:
+        """How a script that saves itself goes on, as it has said; empty for others."""
+        return self._session.run.goes_on_by
+
+    @property
     def metrics(self) -> dict[str, float]:
         """What the last evaluation returned, on every worker."""
         return dict(self._session.pauses.last_metrics)

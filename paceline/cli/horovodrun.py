@@ -182,7 +182,7 @@ def _run(
 
         os.environ.update(variables)
         path, arguments = script
-        run(path, strategy="horovod", workers=num_proc, deadline=start_within_s, alias=alias, arguments=arguments)
+        run(path, strategy="horovod", workers=num_proc, start_deadline=start_within_s, alias=alias, arguments=arguments)
         return
     from paceline.horovod.elastic_jobs.launch import ElasticLaunch
     from paceline.horovod.launch import Launch

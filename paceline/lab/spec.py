@@ -115,8 +115,9 @@ class StudySpec:
     checkpoint_every: int | None = None
     """Iterations; simulated runs that a failure has ended begin anew from there."""
     deadline_s: float = RunConfig.deadline_s
-    start_deadline_s: float = RunConfig.start_deadline_s
     """How long any wait for a peer may take."""
+    start_deadline_s: float = RunConfig.start_deadline_s
+    """How long workers and servers may take to start."""
     address: str | None = None
     """Address of a Ray cluster; none: one is started on this machine. A study may go on at another address."""
     insecure: bool = False

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,6 +17,8 @@ from paceline.training.sharding import RoundBatches, ShardedLoader
 
 _KEY = "paceline"
 """Of what Lightning's checkpoints hold for Paceline."""
+_JOB = "paceline_job"
+"""Of the job of SLURM that has saved a checkpoint."""
 
 
 class StrategyBody(WorldBody):
@@ -51,6 +52,7 @@ class StrategyBody(WorldBody):
         self._in_place = ExitStack()
         self._asked_for: tuple[Any, TrainingBatches] | None = None  # before there were optimizers
         self._loaded: Tensor | None = None  # the run's part of the checkpoint to go on from
+        self._begun_from: str | None = None  # what the job that is started again has saved
         self._state = b""  # of the one that is being saved
         self._has_ended = False
         self._optimizer_states: dict[int, dict[str, Any]] = {}
@@ -167,7 +169,7 @@ class StrategyBody(WorldBody):
             return
         self._has_ended = True
         with self._all("the run's end"):
-            is_told = any(self._worker.all_gather_object(_is_job() and self._worker.is_asked_to_stop))
+            is_told = any(self._worker.all_gather_object(_job() is not None and self._worker.is_asked_to_stop))
         if is_told:
             trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
 
@@ -189,9 +191,8 @@ class StrategyBody(WorldBody):
 
     def _end_training(self, trainer: Any, module: Any) -> None:
         self._save_for_a_job(trainer)
-        begun_from = Path(trainer.ckpt_path or "")
-        if _is_job() and trainer.is_global_zero and begun_from.match("hpc_ckpt_*.ckpt"):
-            begun_from.unlink(missing_ok=True)  # Lightning would begin what comes next from it, another job, too
+        if self._begun_from is not None:  # Lightning would begin what comes next from it
+            self.remove_checkpoint(self._begun_from)
         if self._averages:
             with self._global_model():  # which has them agree
                 pass
@@ -228,10 +229,21 @@ class StrategyBody(WorldBody):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._state and "optimizer_states" in checkpoint:
             checkpoint[_KEY] = torch.frombuffer(bytearray(self._state), dtype=torch.uint8)
+        if (job := _job()) is not None:
+            checkpoint[_JOB] = job
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
-    def load_checkpoint(self, *arguments: Any, **settings: Any) -> dict[str, Any]:
-        checkpoint = cast(dict[str, Any], super().load_checkpoint(*arguments, **settings))
+    def load_checkpoint(self, checkpoint_path: Any, *arguments: Any, **settings: Any) -> dict[str, Any]:
+        checkpoint = cast(dict[str, Any], super().load_checkpoint(checkpoint_path, *arguments, **settings))
+        trainer, job = self.lightning_module.trainer, _job()
+        if job is not None and str(checkpoint_path) == trainer._checkpoint_connector._hpc_resume_path:
+            if checkpoint.get(_JOB) != job:
+                raise UsageError(
+                    f"this is job {job}, and {checkpoint_path}, from which Lightning begins by itself, is of job "
+                    f"{checkpoint.get(_JOB) or 'unknown'}: give Trainer(default_root_dir=...) a directory of this "
+                    "job's own; to go on from that file, move it elsewhere and name it in fit(ckpt_path=...)"
+                )
+            self._begun_from = str(checkpoint_path)
         self._loaded = checkpoint.get(_KEY)
         return checkpoint
 
@@ -242,8 +254,10 @@ class StrategyBody(WorldBody):
         self.checkpoint_io.teardown()
 
 
-def _is_job() -> bool:
-    return "SLURM_JOB_ID" in os.environ
+def _job() -> str | None:
+    """Which job of SLURM this is, the same when it is queued again; none where it is no job."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
 
 
 def _copied(value: Any) -> Any:

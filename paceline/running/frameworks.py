@@ -32,6 +32,8 @@ def join(how: str) -> Worker:
         raise UsageError(
             "--engine virtual has all workers in one process, for which the framework is not made; use --engine ray"
         )
+    if worker.goes_on_by:  # the script has said it, or a framework on top of this one
+        return worker
     if worker.strategy.participation() is not None:
         worker.saves_itself("with clients it cannot go on from one; run it again from its start, with another --out")
     else:

@@ -49,7 +49,7 @@ class Checkpoints:
 
     @property
     def _are_kept(self) -> bool:
-        return self._run.reporter.keeps_files and not self._run.saves_itself
+        return self._run.reporter.keeps_files and not self._run.goes_on_by
 
     @property
     def due_in_s(self) -> float:

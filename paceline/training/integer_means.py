@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.base import Collective
+from paceline.comm.reduction import require_reducible
 
 
 def average_integers(collective: Collective, tensor: Tensor) -> None:
@@ -11,7 +12,11 @@ def average_integers(collective: Collective, tensor: Tensor) -> None:
 
     With n ranks each value is n times a quotient and a remainder. The sum of the quotients is within what one rank may
     have, that of the remainders within the square of n.
+
+    Raises:
+        TypeError: of a dtype that has no mean, such as uint64.
     """
+    require_reducible("mean", tensor.dtype)
     size = collective.size
     own = tensor.long()
     quotients = own.div(size, rounding_mode="floor")

@@ -1,5 +1,6 @@
 """Steps of a loop whose model is not torch's: the script says where each begins."""
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
@@ -8,15 +9,17 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.records import StepRecord
+from paceline.training import own_options
 from paceline.training.worker_run import WorkerRun
 
 
 @final
 class OwnLoop:
-    """Records them, and tells the script when the run's budget is used up."""
+    """Records the steps of a loop that is not torch's, and tells the script when the run's budget is used up."""
 
     def __init__(self, run: WorkerRun, *, is_resumed: bool) -> None:
         self._run, self._is_resumed = run, is_resumed
+        self._has_begun = False
         self._samples: int | None = None  # of the step that is under way
         self._began_s = self._exchanged_s = 0.0
 
@@ -24,33 +27,45 @@ class OwnLoop:
     def exchanging(self) -> Iterator[None]:
         """What is done inside is no computing."""
         began_s = self._run.clock.now_s
-        yield
-        self._exchanged_s += self._run.clock.now_s - began_s
+        try:
+            yield
+        finally:
+            self._exchanged_s += self._run.clock.now_s - began_s
 
     def begin(self, samples: int) -> bool:
         """As `Worker.begin_step`."""
-        run = self._run
-        if run.is_prepared:
-            raise UsageError(
-                "worker.begin_step is for loops without worker.prepare, whose optimizer counts steps itself"
-            )
-        if not run.clock.is_running and not run.has_ended:
-            self._start()
-        num_steps = run.steps + (self._samples is not None)
-        wants_end = num_steps >= (run.config.max_steps or num_steps + 1) or run.wants_stop()
-        says = torch.tensor(float(wants_end))
+        num_samples = _checked(samples)
+        self._require_own()
         with self.exchanging():
-            run.context.collective.all_reduce(says, op="max").wait()
-        self.end()
-        if says:
-            run.has_ended = True
-            run.clock.pause()
+            is_over = self._agrees_to_end()
+        self._record()
+        self._run.has_ended = is_over
+        if is_over:
+            self._run.clock.pause()
             return False
-        self._samples, self._began_s, self._exchanged_s = samples, run.clock.now_s, 0.0
+        if not self._has_begun:
+            self._has_begun = True
+            self._run.tell("training")
+        self._samples, self._began_s, self._exchanged_s = num_samples, self._run.clock.now_s, 0.0
+        self._run.clock.resume()
         return True
 
     def end(self) -> None:
-        """Record the step that is under way, if there is one."""
+        """The step that is under way ends here, if there is one, and so does training until the next begins."""
+        if self._samples is not None:
+            self._run.clock.pause()
+            self._record()
+
+    def _agrees_to_end(self) -> bool:
+        """Whether some worker wants all to end. The first call has all begin together. Collective call."""
+        run = self._run
+        num_steps = run.steps + (self._samples is not None)
+        is_used_up = run.config.max_steps is not None and num_steps >= run.config.max_steps
+        says = torch.tensor(float(run.has_ended or is_used_up or run.wants_stop()))
+        run.context.collective.all_reduce(says, op="max").wait()
+        return bool(says)
+
+    def _record(self) -> None:
         if self._samples is None:
             return
         run, (samples, self._samples) = self._run, (self._samples, None)
@@ -61,21 +76,25 @@ class OwnLoop:
         step = (run.context.rank, run.steps, run.iteration, now_s, samples, compute_s, self._exchanged_s)
         run.reporter.emit(StepRecord(*step, waiting_s=0.0, moved_bytes=0, staleness=0, hidden_s=0.0))
 
-    def _start(self) -> None:
-        run, config = self._run, self._run.config
-        for option, is_given in {
-            "--target": config.target is not None,
-            "--eval-every": config.eval_every is not None,
-            "--keep-best": config.keep_best is not None,
-            "--checkpoint-every": config.checkpoint_every is not None,
-            "--resume": self._is_resumed,
-            "--elastic": config.elastic is not None,
-        }.items():
-            if is_given:
-                raise UsageError(
-                    f"{option} needs a model that worker.prepare was given; a loop of worker.begin_step evaluates and "
-                    "saves by itself: leave it out"
-                )
-        run.context.collective.barrier()
-        run.clock.resume()
-        run.tell("training")
+    def _require_own(self) -> None:
+        if self._run.is_prepared:
+            raise UsageError(
+                "worker.begin_step is for loops without worker.prepare, whose optimizer counts steps itself"
+            )
+        own_options.refuse(
+            own_options.MODEL,
+            self._run.config,
+            is_resumed=self._is_resumed,
+            why="needs a model that worker.prepare was given; a loop of worker.begin_step evaluates and saves by "
+            "itself: leave it out",
+        )
+
+
+def _checked(samples: object) -> int:
+    try:
+        found = operator.index(samples)  # type: ignore[arg-type]
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise UsageError(f"worker.begin_step({samples!r}): samples must be a whole number, 0 or more")
+    return found

@@ -30,7 +30,7 @@ from paceline.strategies.replica import (
 from paceline.strategies.settings import require_same_settings
 from paceline.strategies.several import as_one, describe_each, whole_of
 from paceline.strategies.together import Together
-from paceline.training import row_tables, snapshot
+from paceline.training import own_options, row_tables, snapshot
 from paceline.training.accounting import Account
 from paceline.training.batches import Batches
 from paceline.training.cadence import Cadence
@@ -195,17 +195,22 @@ class Session:
 
     def leave_saving_to_script(self, how: str) -> None:
         """As `Worker.saves_itself`."""
-        config = self.run.config
-        for option, is_given in {
-            "--resume": self._checkpoint is not None,
-            "--checkpoint-every": config.checkpoint_every is not None,
-            "--keep-best": config.keep_best is not None,
-        }.items():
-            if is_given:
-                raise UsageError(f"{option} is for Paceline's checkpoints, and this script has its own; {how}")
-        if not self.run.saves_itself:
-            self.run.saves_itself = True
-            self.run.tell("saves_itself", {"how": how})
+        run = self.run
+        if how == run.goes_on_by:
+            return
+        if not how or run.goes_on_by:
+            said = f"; it was {run.goes_on_by!r} before" if run.goes_on_by else ""
+            raise UsageError(f"worker.saves_itself({how!r}): say how the script goes on, and say it once{said}")
+        if run.is_prepared:
+            raise UsageError("worker.saves_itself came after prepare, which has begun checkpoints; say it before")
+        own_options.refuse(
+            own_options.CHECKPOINTS,
+            run.config,
+            is_resumed=self._checkpoint is not None,
+            why=f"is for Paceline's checkpoints, and this script has its own; {how}",
+        )
+        run.goes_on_by = how
+        run.tell("saves_itself", {"how": how})
 
     def set_evaluation(self, evaluation: Evaluation) -> None:
         if self.pauses.evaluation is not None:
@@ -304,6 +309,7 @@ class Session:
         if context.size > 1:
             require_joint_changes(model, averages_gradients=self.run.traits.averages_gradients)
             require_same_tensors(whole, context.collective)
+            _require_same_saving(self.run)
             for optimizer in given.optimizers.values():
                 require_same_settings(optimizer, context.collective)
         if self._checkpoint is not None:
@@ -395,6 +401,17 @@ class Session:
 
 def _num_samples(dataset: object) -> int:
     return 0 if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) else len(dataset)
+
+
+def _require_same_saving(run: WorkerRun) -> None:
+    """Raises UsageError on every rank unless all save the run, or none does. Collective call."""
+    everyone = run.context.collective.all_gather_object(run.goes_on_by)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise UsageError(
+                f"worker.saves_itself: rank 0 said {everyone[0]!r} and rank {rank} {theirs!r}; have all say the same, "
+                "or none"
+            )
 
 
 def _move(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:

@@ -3,8 +3,8 @@
 import atexit
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast, final, overload
 
 import torch
@@ -83,6 +83,11 @@ class Worker:
         return self._session.run.iteration
 
     @property
+    def goes_on_by(self) -> str:
+        """How a script that saves itself goes on, as it has said; empty for others."""
+        return self._session.run.goes_on_by
+
+    @property
     def metrics(self) -> dict[str, float]:
         """What the last evaluation returned, on every worker."""
         return dict(self._session.pauses.last_metrics)
@@ -134,10 +139,11 @@ class Worker:
     def saves_itself(self, how: str) -> None:
         """Say, before `prepare`, that this script saves and loads checkpoints of its own. The run then writes none that
         `--resume` would take, and says `how` to go on where it is interrupted or fails, such as "run it again with
-        another --out, and --load CHECKPOINT". The first call counts.
+        another --out, and --load CHECKPOINT". All workers say the same; saying it again changes nothing.
 
         Raises:
-            UsageError: the run is asked for checkpoints, or to go on from one.
+            UsageError: the run is asked for checkpoints, or to go on from one; it came after `prepare`, or said
+                otherwise before. Later, from `prepare`: workers say different things.
         """
         self._session.leave_saving_to_script(how)
 
@@ -162,19 +168,24 @@ class Worker:
 
     def end_step(self) -> None:
         """Do now what lies between two steps, such as a pause that is due, so that `is_over` is up to date; otherwise
-        that happens when the script asks for its next batch."""
-        self._session.course.settle()
+        that happens when the script asks for its next batch. In a loop of `begin_step` the step ends here, and what
+        follows until the next one is no training."""
+        if self._session.run.is_prepared:
+            self._session.course.settle()
+        else:
+            self._own_loop.end()
 
     def begin_step(self, samples: int) -> bool:
         """For loops that train what is not torch's, by `all_reduce_tree`: a step begins, and the one before is over. So
         the run has records of steps, and ends by --max-steps, --max-time and Ctrl-C: False says that it is over, on all
-        workers at once. A step is an iteration. Collective call.
+        workers at once. A step is an iteration. Call `end_step` after the loop, and before what is no training; else
+        the last step lasts until the script ends. Collective call: workers wait for the slowest at each step.
 
         Args:
-            samples: that this worker takes in the step.
+            samples: that this worker takes in the step, 0 or more.
 
         Raises:
-            UsageError: the run is asked for what needs a model of `prepare`'s, or has one.
+            UsageError: the run is asked for what needs a model of `prepare`'s, or has one; `samples` is no such number.
         """
         return self._own_loop.begin(samples)
 
@@ -217,26 +228,33 @@ class Worker:
         """
         self._session.handover.take_up(state)
 
+    @contextmanager
+    def _exchange(self, what: str) -> Iterator[None]:
+        """Every collective that the script calls is made inside, with workers at the same step; it is no computing."""
+        self._session.require_same_step(what)
+        with self._own_loop.exchanging():
+            yield
+
     def barrier(self) -> None:
         """Return once every worker has called."""
-        self._session.require_same_step("barrier")
-        self._collective.barrier()
+        with self._exchange("barrier"):
+            self._collective.barrier()
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> Tensor:
         """Reduce over all workers, in place; returns the tensor, without the history that it may have. A mean of
         integers truncates towards zero; a sum or product of theirs that is too large for their dtype wraps around."""
-        self._session.require_same_step("all_reduce")
-        if op == "mean" and has_integer_mean(tensor):
-            average_integers(self._collective, tensor)
-        else:
-            self._collective.all_reduce(tensor, op=op).wait()
-        return self._detaching.written("all_reduce", tensor)
+        with self._exchange("all_reduce"):
+            if op == "mean" and has_integer_mean(tensor):
+                average_integers(self._collective, tensor)
+            else:
+                self._collective.all_reduce(tensor, op=op).wait()
+            return self._detaching.written("all_reduce", tensor)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0) -> Tensor:
         """Overwrite with the root's, in place; returns the tensor."""
-        self._session.require_same_step("broadcast")
-        self._collective.broadcast(tensor, root=root)
-        return self._detaching.written("broadcast", tensor)
+        with self._exchange("broadcast"):
+            self._collective.broadcast(tensor, root=root)
+            return self._detaching.written("broadcast", tensor)
 
     def all_reduce_tree(self, tree: Any, op: TreeOp = "mean") -> Any:
         """The mean or sum over all workers of a tree of arrays, such as gradients: a new tree of the same kinds.
@@ -250,61 +268,60 @@ class Worker:
             UsageError: on every worker, naming the rank and the leaf's path, if trees differ, or a leaf cannot be
                 exchanged; or workers are not at the same step.
         """
-        self._session.require_same_step("all_reduce_tree")
-        with self._own_loop.exchanging():
+        with self._exchange("all_reduce_tree"):
             return all_reduce_tree(self._collective, self._detaching.given("all_reduce_tree", tree), op=op)
 
     def broadcast_tree(self, tree: Any, root: int = 0) -> Any:
         """The root's values of a tree of arrays, as a new tree: see `all_reduce_tree`. Leaves may be bools too."""
-        self._session.require_same_step("broadcast_tree")
-        return broadcast_tree(self._collective, self._detaching.given("broadcast_tree", tree), root=root)
+        with self._exchange("broadcast_tree"):
+            return broadcast_tree(self._collective, self._detaching.given("broadcast_tree", tree), root=root)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every worker's tensor, in rank order; shapes may differ. None of them requires a gradient, as for all
         exchanges: none would come back from other workers."""
-        self._session.require_same_step("all_gather")
-        return self._collective.all_gather(self._detaching.given("all_gather", tensor))
+        with self._exchange("all_gather"):
+            return self._collective.all_gather(self._detaching.given("all_gather", tensor))
 
     def gather(self, tensor: Tensor, *, root: int = 0) -> list[Tensor] | None:
         """Every worker's tensor, in rank order, on the root, None elsewhere; shapes may differ."""
-        self._session.require_same_step("gather")
-        return self._collective.gather(self._detaching.given("gather", tensor), root=root)
+        with self._exchange("gather"):
+            return self._collective.gather(self._detaching.given("gather", tensor), root=root)
 
     def scatter(self, tensors: Sequence[Tensor] | None, *, root: int = 0) -> Tensor:
         """What the root gives for this worker; the root gives one tensor for each, the others None."""
-        self._session.require_same_step("scatter")
-        return self._collective.scatter(self._detaching.given("scatter", tensors), root=root)
+        with self._exchange("scatter"):
+            return self._collective.scatter(self._detaching.given("scatter", tensors), root=root)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], *, op: ReduceOp = "sum") -> Tensor:
         """Reduce the i-th tensors of all workers for worker i; returns this worker's."""
-        self._session.require_same_step("reduce_scatter")
-        return self._collective.reduce_scatter(self._detaching.given("reduce_scatter", tensors), op=op)
+        with self._exchange("reduce_scatter"):
+            return self._collective.reduce_scatter(self._detaching.given("reduce_scatter", tensors), op=op)
 
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send the i-th tensor to worker i; returns what every worker sent here."""
-        self._session.require_same_step("all_to_all")
-        return self._collective.all_to_all(self._detaching.given("all_to_all", tensors))
+        with self._exchange("all_to_all"):
+            return self._collective.all_to_all(self._detaching.given("all_to_all", tensors))
 
     def send(self, tensor: Tensor, *, destination: int) -> None:
         """Send to one worker, which must `recv` a tensor of the same shape and dtype."""
-        self._session.require_same_step("send")
-        self._collective.send(self._detaching.given("send", tensor), destination=destination).wait()
+        with self._exchange("send"):
+            self._collective.send(self._detaching.given("send", tensor), destination=destination).wait()
 
     def recv(self, tensor: Tensor, *, source: int) -> Tensor:
         """Overwrite with what the source sent; returns the tensor."""
-        self._session.require_same_step("recv")
-        self._collective.recv(tensor, source=source).wait()
-        return self._detaching.written("recv", tensor)
+        with self._exchange("recv"):
+            self._collective.recv(tensor, source=source).wait()
+            return self._detaching.written("recv", tensor)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every worker's value, in rank order: plain data and tensors."""
-        self._session.require_same_step("all_gather_object")
-        return self._collective.all_gather_object(self._detaching.given("all_gather_object", value))
+        with self._exchange("all_gather_object"):
+            return self._collective.all_gather_object(self._detaching.given("all_gather_object", value))
 
     def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
         """The root's value: plain data and tensors."""
-        self._session.require_same_step("broadcast_object")
-        return self._collective.broadcast_object(self._detaching.given("broadcast_object", value), root=root)
+        with self._exchange("broadcast_object"):
+            return self._collective.broadcast_object(self._detaching.given("broadcast_object", value), root=root)
 
 
 def _finish_own_run(world: World) -> None:

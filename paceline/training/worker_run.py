@@ -59,8 +59,8 @@ class WorkerRun:
     """Nothing that the script does from here on is training."""
     is_evaluating: bool = False
     """The script's evaluation runs, on this rank alone."""
-    saves_itself: bool = False
-    """The script has checkpoints of its own, and the run writes none."""
+    goes_on_by: str = ""
+    """How a script goes on that has checkpoints of its own, so that the run writes none; empty for others."""
     awaits_others: bool = False
     """It waits in a pause, or at its end, for workers that have steps to go until there."""
     _prepared: Prepared | None = None

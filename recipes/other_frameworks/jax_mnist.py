@@ -89,6 +89,7 @@ def main() -> None:
                 layers = worker.all_reduce_tree(layers)
     if args.every and num_steps % args.every:
         layers = worker.all_reduce_tree(layers)
+    worker.end_step()  # what follows is no training
     if worker.rank == 0:
         test_x, test_y = data.test[:]
         guesses = logits(layers, test_x.flatten(1).numpy()).argmax(axis=1)

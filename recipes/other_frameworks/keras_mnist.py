@@ -101,6 +101,7 @@ def train(worker: paceline.Worker, model: keras.Model, x: Any, y: Any, args: arg
                 average(worker, model)
     if args.every and num_steps % args.every:
         average(worker, model)
+    worker.end_step()  # what follows is no training
 
 
 def fit(worker: paceline.Worker, model: keras.Model, x: Any, y: Any, args: argparse.Namespace) -> None:

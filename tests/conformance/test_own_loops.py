@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import paceline
 from paceline.errors import RunFailed
@@ -62,6 +64,66 @@ def test_an_interrupt_ends_all_workers_at_one_step(tmp_path: Path) -> None:
     assert {np.load(tmp_path / f"{rank}.npy")[0] for rank in range(WORKERS)} == {result.iteration}
 
 
+NUMBERS = 100_000  # that take their time on a simulated network
+EXCHANGES: dict[str, Callable[[paceline.Worker], object]] = {
+    "none": lambda _: None,
+    "barrier": lambda worker: worker.barrier(),
+    "all_reduce": lambda worker: worker.all_reduce(torch.ones(NUMBERS)),
+    "broadcast": lambda worker: worker.broadcast(torch.ones(NUMBERS), root=1),
+    "all_reduce_tree": lambda worker: worker.all_reduce_tree([torch.ones(NUMBERS)]),
+    "broadcast_tree": lambda worker: worker.broadcast_tree([torch.ones(NUMBERS)], root=1),
+    "all_gather": lambda worker: worker.all_gather(torch.ones(NUMBERS)),
+    "gather": lambda worker: worker.gather(torch.ones(NUMBERS)),
+    "scatter": lambda worker: worker.scatter([torch.ones(NUMBERS)] * 2 if worker.rank else None, root=1),
+    "reduce_scatter": lambda worker: worker.reduce_scatter([torch.ones(NUMBERS)] * 2),
+    "all_to_all": lambda worker: worker.all_to_all([torch.ones(NUMBERS)] * 2),
+    "send and recv": lambda worker: (
+        worker.send(torch.ones(NUMBERS), destination=0) if worker.rank else worker.recv(torch.ones(NUMBERS), source=1)
+    ),
+    "all_gather_object": lambda worker: worker.all_gather_object(1),
+    "broadcast_object": lambda worker: worker.broadcast_object(1, root=1),
+}
+
+
+def exchanging() -> None:
+    worker = paceline.init()
+    for exchange in EXCHANGES.values():
+        worker.begin_step(1)
+        exchange(worker)
+    worker.begin_step(1)
+
+
+def test_each_exchange_counts_as_one(tmp_path: Path) -> None:
+    """By the simulated network's clock, which no other process changes."""
+    result = virtual_engine.run(exchanging, strategy="all-reduce", workers=2, out=tmp_path)
+    own = [record.communication_s for record in result.steps if record.worker == 0]
+    took_s = dict(zip(EXCHANGES, own, strict=False))
+    assert [name for name in took_s if took_s[name] <= 1.2 * took_s["none"]] == ["none"], took_s
+
+
+def apart(out: Path) -> None:
+    """Between `end_step` and the next step nothing is training."""
+    worker = paceline.init()
+    for _ in range(3):
+        worker.begin_step(1)
+        worker.end_step()
+        time.sleep(0.1)
+    assert worker.begin_step(1) is False
+    worker.end_step()
+
+
+def test_what_lies_between_two_steps_is_no_training(tmp_path: Path) -> None:
+    result = local_engine.run(partial(apart, tmp_path), strategy="all-reduce", workers=2, out=tmp_path, max_steps=3)
+    for rank in range(2):
+        own = [record for record in result.steps if record.worker == rank]
+        assert len(own) == 3
+        assert own[-1].time_s == pytest.approx(sum(each.compute_s + each.communication_s for each in own), abs=1e-5)
+
+
+def of_so_many(samples: Any) -> None:
+    paceline.init().begin_step(samples)
+
+
 def after_prepare() -> None:
     worker = paceline.init()
     prepared(worker)
@@ -73,7 +135,10 @@ def after_prepare() -> None:
     [
         (partial(loop, Path()), {"target": "accuracy=0.9"}, "--target needs a model that worker.prepare was given"),
         (partial(loop, Path()), {"checkpoint_every": 2}, "--checkpoint-every needs a model"),
+        (partial(loop, Path()), {"copy_checkpoints": "memory://copies-of-a-loop"}, "--copy-checkpoints needs a model"),
         (after_prepare, {}, "for loops without worker.prepare"),
+        (partial(of_so_many, 2.5), {}, r"begin_step\(2.5\): samples must be a whole number"),
+        (partial(of_so_many, -3), {}, r"begin_step\(-3\): samples must be a whole number"),
     ],
 )
 def test_what_cannot_be_had_is_refused(

@@ -159,12 +159,12 @@ def fit(
     averages: bool = False,
     average: str | None = None,
     stops_at: int | None = None,
-    is_job: bool = False,
+    job: str | None = None,
     **module: Any,
 ) -> None:
     """The script of a run, or of one process without Paceline. What came out is in `found-RANK.json`."""
-    if is_job:
-        os.environ |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1"}
+    if job is not None:
+        os.environ |= {"SLURM_JOB_ID": job, "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1"}
     pl = importlib.import_module(package)
     strategy = "auto" if is_plain else importlib.import_module(PACKAGES[package]).PacelineStrategy(asks_for)
     model, dataset = made(package, **module), data(samples)
@@ -180,7 +180,7 @@ def fit(
         hooks += [callbacks.ModelCheckpoint(out, "{step}", save_top_k=-1, every_n_train_steps=saves_every)]
     more = {"max_epochs": EPOCHS, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     trainer = pl.Trainer(
-        **{**more, **settings}, strategy=strategy, accelerator="cpu", default_root_dir=out, callbacks=hooks
+        **{**more, "default_root_dir": out, **settings}, strategy=strategy, accelerator="cpu", callbacks=hooks
     )
     loaders = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle), DataLoader(data(), batch_size=8)
     trainer.fit(model, *loaders, ckpt_path=resumes)
@@ -354,15 +354,40 @@ def test_a_resumed_run_equals_an_uninterrupted_one(strategy: str, tmp_path: Path
 def test_a_job_of_slurm_goes_on_by_itself(strategy: str, tmp_path: Path) -> None:
     """Where workers have a common step, from the one at which the run was interrupted."""
     whole = trained(tmp_path / "whole", strategy, shuffle=True)
-    cut = trained(tmp_path / "job", strategy, shuffle=True, is_job=True, stops_at=5)
+    cut = trained(tmp_path / "job", strategy, shuffle=True, job="1", stops_at=5)
     assert cut["steps"] < whole["steps"]
     assert (tmp_path / "job" / "hpc_ckpt_1.ckpt").exists()
     (tmp_path / "job" / STOP_FILE).unlink()
-    resumed = trained(tmp_path / "job", strategy, shuffle=True, is_job=True)
+    resumed = trained(tmp_path / "job", strategy, shuffle=True, job="1")
     assert resumed["epochs"] == whole["epochs"]
     assert not list((tmp_path / "job").glob("hpc*"))
     if strategy != "local-sgd:every=2":
         assert (resumed["weights"], resumed["steps"]) == (whole["weights"], whole["steps"])
+
+
+def test_a_job_takes_and_deletes_only_its_own_file(tmp_path: Path) -> None:
+    saved = tmp_path / "hpc_ckpt_1.ckpt"
+    trained(tmp_path, "all-reduce", shuffle=True, job="1", stops_at=5)
+    (tmp_path / STOP_FILE).unlink()
+    before = saved.read_bytes()
+    with pytest.raises(
+        RunFailed, match=r"this is job 2, and .*hpc_ckpt_1\.ckpt, .* is of job 1: give .*root_dir=\.\.\."
+    ):
+        trained(tmp_path, "all-reduce", shuffle=True, job="2")
+    moved = saved.rename(tmp_path / "from-job-1.ckpt")
+    resumed = trained(tmp_path, "all-reduce", shuffle=True, job="2", resumes=moved)
+    assert moved.read_bytes() == before
+    assert resumed["epochs"] == EPOCHS
+
+
+def test_the_file_of_a_job_may_lie_anywhere(tmp_path: Path) -> None:
+    """At an address of fsspec's, too; each task of an array of jobs is a job of its own."""
+    address = f"file://{tmp_path}"
+    trained(tmp_path, "all-reduce", {"default_root_dir": address}, shuffle=True, job="1", stops_at=5)
+    (tmp_path / STOP_FILE).unlink()
+    assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
+    trained(tmp_path, "all-reduce", {"default_root_dir": address}, shuffle=True, job="1")
+    assert not (tmp_path / "hpc_ckpt_1.ckpt").exists()
 
 
 @pytest.mark.parametrize("average", ["ema", "swa"])

@@ -314,7 +314,9 @@ print("came to step", trainer.global_step)
 
 
 @pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed (paceline[frameworks])")
-def test_a_job_of_lightnings_goes_on_from_lightnings_checkpoint(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_of_lightnings_goes_on_from_lightnings_checkpoint(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "train.py").write_text(LIGHTNING)
     given = ["train.py", "--nodes", "1", "--cores", "2", "--workers", "2", "--", "0.1"]
     job = slurm.submit(*given, cwd=tmp_path)
@@ -329,6 +331,7 @@ def test_a_job_of_lightnings_goes_on_from_lightnings_checkpoint(slurm: Slurm, tm
     parts = [results.with_name(f"{results.name}-before-1"), results]
     assert sum(len((part / "steps.csv").read_text().splitlines()) - 1 for part in parts) == 2 * 160
     assert not any((part / FILE_NAME).exists() for part in parts)
+    monkeypatch.chdir(tmp_path)  # where the script saves
     whole = read_script(tmp_path / "train.py", ["0"])
     local_engine.run(whole, strategy="all-reduce", workers=2, out=tmp_path / "whole")
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (results / "model.safetensors").read_bytes()

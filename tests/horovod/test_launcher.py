@@ -68,7 +68,7 @@ def test_what_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "script": Path("train.py"),
         "strategy": "horovod",
         "workers": 4,
-        "deadline": 9.0,
+        "start_deadline": 9.0,
         "alias": False,
         "arguments": ["--lr", "0.1", "-np", "9"],
     }
@@ -117,7 +117,7 @@ def test_a_config_file_says_what_the_command_line_does_not(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text(CONFIG)
     assert launch(monkeypatch, "-np 2 --config-file config.yaml --cycle-time-ms 9 python train.py") == 0
-    assert found["deadline"] == 77.0
+    assert found["start_deadline"] == 77.0
     wanted = Settings(32 * 2**20, 16, cycle_s=9e-3, timeline=str(tmp_path / "far.json"), marks_cycles=True)
     wanted = dataclasses.replace(wanted, stall_warning_s=0.0, stall_shutdown_s=0.0)  # as the check is off
     assert Settings.read(os.environ) == wanted

@@ -159,6 +159,17 @@ def test_one_task_starts_all(monkeypatch: pytest.MonkeyPatch) -> None:
         ParameterServerStrategy().run(print)
 
 
+def test_how_errors_are_shown_changes_once_and_not_by_importing() -> None:
+    script = (
+        "import importlib, sys; shown = sys.excepthook; import paceline.compat.strategies.cluster_resolver as r\n"
+        "assert sys.excepthook is shown\n"
+        "for _ in range(3): r.TFConfigClusterResolver(); r = importlib.reload(r)\n"
+        "assert sys.excepthook.before is shown"
+    )
+    environment = {**os.environ, "TF_CONFIG": config()}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=300)
+
+
 def test_a_script_under_a_wrong_cluster_says_one_line() -> None:
     """And other errors are shown as ever."""
     script = "from paceline.compat.strategies import MultiWorkerMirroredStrategy as S; S()"

@@ -110,6 +110,10 @@ def of_script() -> None:
     most = torch.full((3,), 127 - worker.rank, dtype=torch.int8)
     assert worker.all_reduce(most, op="mean").tolist() == [126] * 3
     assert most.tolist() == [126] * 3
+    largest = torch.tensor([2**64 - 1 if worker.rank == 0 else 0], dtype=torch.uint64)
+    for average in (worker.all_reduce, worker.all_reduce_tree):
+        with pytest.raises((TypeError, UsageError), match="mean of uint64 tensors is not possible"):
+            average(largest, op="mean")
 
 
 def test_a_script_s_mean_of_integers_does_not_overflow(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Any, final
 
+from paceline.engines.world import current
 from paceline.errors import UsageError, unknown
 
 VARIABLE = "TF_CONFIG"
@@ -22,17 +23,18 @@ class WrongTFConfig(UsageError):
     would look wrong."""
 
 
-def _show_message_alone(show: Callable[..., None]) -> Callable[..., None]:
+def _show_message_alone() -> None:
+    """Have Python show a WrongTFConfig as its message, and all else as before. Once, however often it is called."""
+    before = getattr(sys.excepthook, "before", sys.excepthook)
+
     def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, WrongTFConfig):
             print(f"error: {error}", file=sys.stderr)
         else:
-            show(kind, error, trace)
+            before(kind, error, trace)
 
-    return shown
-
-
-sys.excepthook = _show_message_alone(sys.excepthook)
+    shown.before = before  # type: ignore[attr-defined]
+    sys.excepthook = shown
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class TFConfigClusterResolver:
     """
 
     def __init__(self, text: str | None = None) -> None:
+        if text is None and current() is None:  # a run shows its workers' errors itself
+            _show_message_alone()
         self._cluster, self._task = _read(os.environ.get(VARIABLE) if text is None else text)
 
     @property

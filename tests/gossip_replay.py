@@ -78,7 +78,7 @@ class Replay:
         self._make, self._topology, self._mode, self._order = make, topology, mode, order
         self._every, self._outer = every, outer
         self.workers: dict[int, Replica] = {}
-        self._iteration, self._epoch = 0, 0
+        self._iteration, self._exchanges, self._epoch = 0, 0, 0
         self._weights: dict[int, float] = {}
         self._came: dict[tuple[int, int], tuple[Tensor, int]] = {}  # over a link, from the first place to the second
         self._slow: dict[int, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
@@ -101,7 +101,8 @@ class Replay:
                     worker.step(length=1 / self._weights[rank])
         if epoch != self._epoch:
             self._epoch, self._weights, self._came = epoch, dict.fromkeys(ranks, 1.0), {}
-        self._mix(ranks, self._iteration // self._every)
+        self._mix(ranks, self._exchanges)
+        self._exchanges += 1
         for rank, batches in parts.items():
             if awc and batches:
                 self.workers[rank].step(length=1 / self._weights[rank])

@@ -16,6 +16,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.checkpoint import Checkpoint
 from paceline.cluster.description import Cluster
 from paceline.elastic import Elastic
 from paceline.outer import Momentum
@@ -71,7 +72,17 @@ def committed(monkeypatch: pytest.MonkeyPatch) -> dict[int, Committed]:
     return found
 
 
-def train(out: Path, strategy: str, *, cluster: Cluster, epochs: int = EPOCHS, **elastic: Any) -> Result:
+def train(
+    out: Path,
+    strategy: str,
+    *,
+    cluster: Cluster,
+    epochs: int = EPOCHS,
+    workers: int = WORKERS,
+    max_steps: int | None = None,
+    resume: Path | None = None,
+    **elastic: Any,
+) -> Result:
     def script() -> None:
         worker = paceline.init()
         mine = make()
@@ -89,9 +100,11 @@ def train(out: Path, strategy: str, *, cluster: Cluster, epochs: int = EPOCHS, *
     return paceline.run(
         script,
         strategy=strategy,
-        workers=WORKERS,
+        workers=workers,
         engine="virtual",
         cluster=cluster,
+        max_steps=max_steps,
+        resume=resume,
         elastic=Elastic(**settings) if elastic.get("at_least", 1) else None,
         out=out,
     )
@@ -150,3 +163,26 @@ def test_while_nobody_dies_it_is_the_static_run(tmp_path: Path, strategy: str) -
         assert torch.equal(tensor, expected[name])
     more_s = (elastic.training_time_s - static.training_time_s) / (EPOCHS * SAMPLES / 16)
     assert more_s == pytest.approx(6 * 50e-6, rel=0.02)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_weights_of_a_run_that_goes_on_with_others_add_up(tmp_path: Path, size: int) -> None:
+    """Push-sum's are 1.6 in the middle of a star of four, and 0.8 at its ends, after some exchanges."""
+    saved = {}
+    for out, workers, max_steps, resume in (
+        ("first", WORKERS, 4, None),
+        ("second", size, 5, tmp_path / "first"),
+    ):
+        train(tmp_path / out, "sgp:topology=star", cluster=CLUSTER, workers=workers, max_steps=max_steps, resume=resume)
+        checkpoint = Checkpoint.decode((tmp_path / out / "checkpoint.pt").read_bytes(), where="")
+        saved[out] = [float(worker.own["gossip.weight"]) for worker in checkpoint.workers]
+    assert len(set(saved["first"])) > 1
+    assert (len(saved["second"]), sum(saved["second"])) == (size, pytest.approx(size))
+
+
+def test_exchanges_are_counted_where_passes_end_with_one(tmp_path: Path) -> None:
+    """Six steps a pass, and an exchange after the fourth and the sixth."""
+    train(tmp_path / "out", "gossip:topology=one-peer:every=4", cluster=CLUSTER)
+    checkpoint = Checkpoint.decode((tmp_path / "out" / "checkpoint.pt").read_bytes(), where="")
+    (number,) = (tensor for name, tensor in checkpoint.workers[0].own.items() if name == "gossip.exchanges")
+    assert (checkpoint.iteration, int(number)) == (18, 6)

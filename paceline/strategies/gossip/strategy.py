@@ -53,6 +53,7 @@ from paceline.topology import Ring, Topology
 Mode = Literal["average", "push-sum", "running-sums", "relay", "outer"]
 Order = Literal["atc", "awc"]
 _KEPT = "gossip."
+_SIZE, _EXCHANGES = "size", "exchanges"
 _MIXERS: Mapping[str, type[Mixer]] = {
     "average": Averaging,
     "push-sum": PushSum,
@@ -205,8 +206,9 @@ class _GossipSynchronizer(Synchronizer):
         self._has_samples = True
         self._coding = Timing()
         self._steps = 0
-        self._since = 0  # of these, until the exchange before, by which all count exchanges
-        self._is_apart = False  # somebody is gone or comes, and those who are there have not met yet
+        self._since = 0  # steps made when the last exchange ended
+        self._exchanges = 0
+        self._is_apart = False  # membership has changed; workers must regroup before the next exchange
         self._agreed = torch.zeros(1, dtype=torch.int64)
         if context.recovery is not None:
             context.recovery.last_result = lambda: to_frames([self._agreed])
@@ -336,7 +338,8 @@ class _GossipSynchronizer(Synchronizer):
 
     def _count(self, *, exchanged: bool) -> None:
         """A step is over. Where workers come and go, it counts with the exchange after it; all pause there alone."""
-        self._since = self._steps if exchanged else self._since
+        if exchanged:
+            self._since, self._exchanges = self._steps, self._exchanges + 1
         self.iteration = self._steps if self.context.recovery is None else self._since
 
     def end_round(self) -> None:
@@ -371,8 +374,8 @@ class _GossipSynchronizer(Synchronizer):
         return self._links.wait()
 
     def _mix(self, lost: set[int]) -> None:
-        with self._counted(self._mixer.coding_s(self._number)[1]):
-            self._mixer.mix(self._number, lost)
+        with self._counted(self._mixer.coding_s(self._exchanges)[1]):
+            self._mixer.mix(self._exchanges, lost)
 
     def _start_early(self) -> None:
         """With `awc` messages move while the next gradient is computed."""
@@ -386,9 +389,9 @@ class _GossipSynchronizer(Synchronizer):
             self._is_apart = True
 
     def _start(self) -> None:
-        with self._counted(self._mixer.coding_s(self._number)[0]):
-            outgoing = self._mixer.outgoing(self._number)
-        self._links.start(outgoing, self._mixer.incoming(self._number))
+        with self._counted(self._mixer.coding_s(self._exchanges)[0]):
+            outgoing = self._mixer.outgoing(self._exchanges)
+        self._links.start(outgoing, self._mixer.incoming(self._exchanges))
 
     @contextmanager
     def _counted(self, coding_s: float) -> Iterator[None]:
@@ -400,11 +403,6 @@ class _GossipSynchronizer(Synchronizer):
             pacing.spend(coding_s)
             self._coding.communication_s += pacing.now_s() - began_s
 
-    @property
-    def _number(self) -> int:
-        """Of the next exchange, or the one under way."""
-        return self._since // self._strategy.every
-
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
         self._links.settle()  # what is on its way is read where it lies
@@ -415,13 +413,27 @@ class _GossipSynchronizer(Synchronizer):
         kept = dict(self._mixer.state())
         if self._momentum is not None:
             kept |= self._momentum.state()
-        return {**of_replica(self.replica), **{f"{_KEPT}{name}": OwnState(tensor) for name, tensor in kept.items()}}
+        own = {f"{_KEPT}{name}": OwnState(tensor) for name, tensor in kept.items()}
+        if self.context.recovery is not None:
+            own[f"{_KEPT}{_SIZE}"] = OwnState(torch.tensor(self.context.collective.size), "same")
+            own[f"{_KEPT}{_EXCHANGES}"] = OwnState(torch.tensor(self._exchanges), "same")
+        return {**of_replica(self.replica), **own}
 
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
         super().restore(state, own, iteration=iteration)
         self._steps = self._since = iteration
+        self._exchanges = iteration // self._strategy.every
         load_replica(self.replica, own)
         kept = {name.removeprefix(_KEPT): tensor for name, tensor in own.items() if name.startswith(_KEPT)}
         self._mixer.load(kept)
         if self._momentum is not None:
             self._momentum.load(kept)
+        if _EXCHANGES in kept:
+            self._exchanges = int(kept[_EXCHANGES])
+            self._begin_links_anew(was=int(kept[_SIZE]))
+
+    def _begin_links_anew(self, *, was: int) -> None:
+        """Weights and sums that are on links are those of as many workers as there were when they were saved."""
+        among = self.context.collective
+        if among.size not in (1, was):  # one who joins is alone until it meets the others, who begin anew with it
+            self._mixer.regroup(among.rank, among.size)

@@ -387,8 +387,8 @@ class TableStore(ABC):
 
     @abstractmethod
     def read_ahead(self, wanted: Mapping[int, Tensor]) -> None:
-        """The next `read` is of these, after an exchange: have what takes long of it done meanwhile. It gives the same
-        as ever, and may be of others."""
+        """Start fetching these rows for the next `read`. That `read` returns current rows, and may ask for other
+        keys."""
 
     @abstractmethod
     def push(

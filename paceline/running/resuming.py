@@ -20,7 +20,7 @@ class Found:
     """A checkpoint, and where it lies."""
 
     where: str
-    """Its path in a result directory, or an address that is none."""
+    """Its path in a result directory, or its address."""
     raw: bytes
     checkpoint: Checkpoint
     warnings: tuple[str, ...] = ()

@@ -79,7 +79,8 @@ def test_one_joins_another_dies_and_one_leaves(tmp_path: Path, ray_here: None) -
 
 @pytest.mark.slow
 def test_exchanges_of_several_steps(tmp_path: Path, ray_here: None) -> None:
-    """A pass of 8 batches has exchanges after 3, 6 and 8; a worker that joins has the others' outer step."""
+    """A pass of 8 batches has exchanges after 3, 6 and 8. Samples and models of such runs are looked at on the virtual
+    engine: the log has the steps of batches, and the events count exchanges."""
     given = ["--epochs", 3, *held(3), "--fail", "1:11:kill"]
     with meanwhile(tmp_path, {3: 3}):
         out = trained(tmp_path, *given, workers=2, strategy="noloco:every=3", elastic="1:3")

@@ -35,7 +35,7 @@ class Carrier(ABC):
     """Gradients of rows go with the push that they belong to: on one host, where that saves a message; and where
     servers are copied, since those that went apart would be lost with the server that had them."""
     reads_ahead: bool = True
-    """Servers that answer `set_off` are those that are asked later."""
+    """A server that was read ahead from is still there for the later request."""
     standing: Callable[[], str | None] | None = None
     """Calls `Collective.standing`; set while this worker waits until all have pushed."""
     carries_bytes: bool

@@ -48,9 +48,9 @@ class TableClient:
         self._read: dict[int, list[Tensor]] = {}
         """Of each table whose rows were asked for last: which of them each server has."""
         self._is_ahead: Mapping[int, Tensor] = {}
-        """Of each of these, some of which were read ahead: which."""
+        """By table, which keys were read ahead: a mask."""
         self._ahead: Mapping[int, Tensor] = {}
-        """As these came."""
+        """By table, these keys' rows as first received."""
         self._followed: Sequence[int] = ()
 
     # --- conversations ------------------------------------------------------------------------------------------

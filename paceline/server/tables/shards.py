@@ -34,7 +34,7 @@ class _Waiting(NamedTuple):
     """What came with one push."""
 
     clock: int
-    """Of the worker; an update joins what is of one."""
+    """The worker's clock; an update joins pushes of equal clocks."""
     weight: float
     gradients: list[RowGradients | None]
     """For each table; none: the worker has not used it."""
@@ -190,7 +190,7 @@ class TableShards:
         return {"body": {**self._storage.plain_view(), "tables": views}}
 
     def _read(self, message: Message) -> Fields:
-        """Rows, and of tables whose rows the worker has read ahead which of these have changed since."""
+        """The rows that are asked for. Of rows that the worker has read ahead, those that have changed since."""
         rows = [each.rows for each in self._asked(message).values()]
         since = message.body.get("since", ())
         given = self._given.pop(message.sender) if since else {}

@@ -69,7 +69,7 @@ class Awaited:
 
     target: Tensor
     sent_s: float | None = None
-    """When what came was sent; without an end where nothing comes any more."""
+    """When what came was sent; infinite if it will never come."""
     is_lost: bool = False
     error: PacelineError | None = None
     done: Signal = field(default_factory=Signal)

@@ -220,6 +220,7 @@ def test_rows_that_take_long_are_rarely_written(
     """All workers wait meanwhile: 10 times as long, of which a pause is early by a fifth. Without rows it is 30 s."""
     clock_s, took_s = [100.0], [7.0, 0.1]
     run: Any = SimpleNamespace(
+        goes_on_by="",
         reporter=SimpleNamespace(keeps_files=True),
         context=SimpleNamespace(collective=None, is_first=True, pacing=SimpleNamespace(now_s=lambda: clock_s[0])),
     )

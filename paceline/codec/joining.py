@@ -1,7 +1,7 @@
 """How what several workers encoded becomes their mean, and what that moves and takes, for each kind of codec.
 
-Every function averages one flat tensor over a group of workers, in place, and returns what this worker keeps for the
-next; what it kept before is not changed. The group is whatever has the operations of `Peers`.
+Every function averages one flat tensor over a group of workers, in place, and puts into `now` what this worker keeps
+for the next; what it kept before is not changed. The group is whatever has the operations of `Peers`.
 """
 
 import functools
@@ -21,6 +21,7 @@ from paceline.seeding import derive
 PIECE_ELEMENTS = 1 << 17
 """Of a flat tensor that are encoded at once, where that makes no difference: they stay in a core's cache."""
 Kept = Mapping[str, Tensor]
+Keeping = dict[str, Tensor]
 """`left`: what this worker left out. `part`: what it left out of the mean that it encoded for all. `q`: of a codec."""
 
 
@@ -86,23 +87,31 @@ def parts_of(codec: Codec, regions: Sequence[Region], size: int) -> list[list[Re
 
 
 def join(
-    codec: Codec, peers: Peers, values: Tensor, kept: Kept, *, regions: Sequence[Region], path: Sequence[int], seed: int
-) -> Kept:
+    codec: Codec,
+    peers: Peers,
+    values: Tensor,
+    kept: Kept,
+    now: Keeping,
+    *,
+    regions: Sequence[Region],
+    path: Sequence[int],
+    seed: int,
+) -> None:
     """
     Args:
         values: this worker's, 1-D, which become the mean; the same regions on every worker.
+        now: gets what is to be kept as soon as it is known. Of a codec of single tensors it has all by the time at
+            which the others have what they need of this worker, also where this one then fails to hear from them.
         path: what tells this exchange from others with the same seed, such as step and bucket.
     """
     if isinstance(codec, JointCodec):
-        return _by_means(codec, peers, values, kept, regions)
+        _by_means(codec, peers, values, kept, now, regions)
+        return
     assert isinstance(codec, TensorCodec)
     # Where payloads are added, all draw alike.
     own_seed = derive(seed, "codec", *path, *(() if codec.linear else (peers.rank,)))
-    if codec.linear:
-        return _by_sums(codec, peers, values, kept, regions, own_seed)
-    if codec.sparse:
-        return _by_gathering(codec, peers, values, kept, regions, own_seed)
-    return _by_parts(codec, peers, values, kept, regions, own_seed)
+    way = _by_sums if codec.linear else _by_gathering if codec.sparse else _by_parts
+    way(codec, peers, values, kept, now, regions, own_seed)
 
 
 def handed_on(kept: Kept, codec: TensorCodec, regions: Sequence[Region], *, rank: int, size: int) -> Kept:
@@ -118,37 +127,35 @@ def handed_on(kept: Kept, codec: TensorCodec, regions: Sequence[Region], *, rank
 
 
 def _by_sums(
-    codec: TensorCodec, peers: Peers, values: Tensor, kept: Kept, regions: Sequence[Region], seed: int
-) -> Kept:
+    codec: TensorCodec, peers: Peers, values: Tensor, kept: Kept, now: Keeping, regions: Sequence[Region], seed: int
+) -> None:
     """Payloads are averaged."""
-    payloads, now = _encoded(codec, values, kept, "left", regions, seed)
+    payloads = _encoded(codec, values, kept, now, "left", regions, seed)
     for payload in payloads:
         for tensor in payload:
             peers.average(tensor)
     _decode(codec, payloads, values, regions, seed)
-    return now
 
 
 def _by_gathering(
-    codec: TensorCodec, peers: Peers, values: Tensor, kept: Kept, regions: Sequence[Region], seed: int
-) -> Kept:
+    codec: TensorCodec, peers: Peers, values: Tensor, kept: Kept, now: Keeping, regions: Sequence[Region], seed: int
+) -> None:
     """Everyone gets everyone's payloads."""
-    payloads, now = _encoded(codec, values, kept, "left", regions, seed)
+    payloads = _encoded(codec, values, kept, now, "left", regions, seed)
     mine = _joined(payloads, values)
     everyones = peers.all_to_all([mine] * peers.size, [mine.numel()] * peers.size)
     for rank, raw in enumerate(everyones):
         _decode(codec, _read(codec, raw, regions), values, regions, seed, is_added=rank > 0)
     divide(values, peers.size)
-    return now
 
 
 def _by_parts(
-    codec: TensorCodec, peers: Peers, values: Tensor, kept: Kept, regions: Sequence[Region], seed: int
-) -> Kept:
+    codec: TensorCodec, peers: Peers, values: Tensor, kept: Kept, now: Keeping, regions: Sequence[Region], seed: int
+) -> None:
     """Everyone gets everyone's payloads of its own part, and sends its mean, encoded once more, to all. So payloads
     move as an all-reduce would move them, at any number of workers (Tang et al., "1-bit Adam", ICML 2021, figure 3)."""
     parts, rank, size = parts_of(codec, regions, peers.size), peers.rank, peers.size
-    payloads, now = _encoded(codec, values, kept, "left", regions=[r for part in parts for r in part], seed=seed)
+    payloads = _encoded(codec, values, kept, now, "left", [region for part in parts for region in part], seed)
     queue = iter(payloads)
     outgoing = [_joined([next(queue) for _ in part], values) for part in parts]
     own, start = [], 0
@@ -159,35 +166,39 @@ def _by_parts(
     for number, raw in enumerate(peers.all_to_all(outgoing, [outgoing[rank].numel()] * size)):
         _decode(codec, _read(codec, raw, own), mean, own, seed, is_added=number > 0)
     divide(mean, size)
-    payloads, of_part = _encoded(codec, mean, kept, "part", own, derive(seed, "mean"))
+    payloads = _encoded(codec, mean, kept, now, "part", own, derive(seed, "mean"))
     means = peers.all_to_all([_joined(payloads, values)] * size, [raw.numel() for raw in outgoing])
     for part, raw in zip(parts, means, strict=True):
         _decode(codec, _read(codec, raw, part), values, part, seed)
-    return {**now, **of_part}
 
 
-def _by_means(codec: JointCodec, peers: Peers, values: Tensor, kept: Kept, regions: Sequence[Region]) -> Kept:
+def _by_means(
+    codec: JointCodec, peers: Peers, values: Tensor, kept: Kept, now: Keeping, regions: Sequence[Region]
+) -> None:
     whole = values + kept["left"] if codec.feedback else values.clone()
-    tensors, q = codec.average([region.of(whole) for region in regions], kept["q"], mean=peers.average)
+    tensors, now["q"] = codec.average([region.of(whole) for region in regions], kept["q"], mean=peers.average)
     for region, tensor in zip(regions, tensors, strict=True):
         region.of(values).copy_(tensor)
-    return {"q": q, **({"left": owed(whole.sub_(values))} if codec.feedback else {})}
+    if codec.feedback:
+        now["left"] = owed(whole.sub_(values))
 
 
 def _encoded(
-    codec: TensorCodec, values: Tensor, kept: Kept, name: str, regions: Sequence[Region], seed: int
-) -> tuple[list[Payload], dict[str, Tensor]]:
-    """Each region's payload, and what is kept under that name from here on."""
+    codec: TensorCodec, values: Tensor, kept: Kept, now: Keeping, name: str, regions: Sequence[Region], seed: int
+) -> list[Payload]:
+    """Each region's payload. What is kept under that name from here on is in `now`."""
     before, memory = kept.get(name), memory_of(codec)
     after = None if before is None else (torch.zeros_like if codec.shaped else torch.empty_like)(before)
     payloads = []
     for number, region in enumerate(regions):
         left = None if before is None else region.of(before)
-        payload, now = memory.encode(codec, region.of(values), left, seed=derive(seed, number) if number else seed)
+        payload, owed_now = memory.encode(codec, region.of(values), left, seed=derive(seed, number) if number else seed)
         payloads.append(payload)
-        if after is not None and now is not None:
-            region.of(after).copy_(now)
-    return payloads, {} if after is None else {name: after}
+        if after is not None and owed_now is not None:
+            region.of(after).copy_(owed_now)
+    if after is not None:
+        now[name] = after
+    return payloads
 
 
 def _decode(

@@ -322,9 +322,9 @@ def _require_survivable(
     if not (traits.repeats_steps or traits.outlives_workers):
         raise UsageError(
             f"strategy {name_of(plan)} cannot go on without a worker that dies so far; --elastic is for all-reduce "
-            "with algorithm=auto, no codec, and aggregate=mean, for local updates (local-sgd, slowmo, diloco) "
-            "with fragments=1, delay=0, alpha=0, no codec, and aggregate=mean, for gossip, sgp, relay and noloco "
-            "without a codec, and for ps-bsp, ps-ssp and ps-asp "
+            "with algorithm=auto and aggregate=mean, for local updates (local-sgd, slowmo, diloco) with fragments=1, "
+            "delay=0, alpha=0 and aggregate=mean, and for gossip, sgp, relay and noloco, all without the codecs auto "
+            "and powersgd; and for ps-bsp, ps-ssp and ps-asp "
             "without backup_workers, torn_reads, combine=always and a codec, and with aggregate=mean"
         )
     elastic.require_each(lambda number: plan.check(num_workers=number))

@@ -20,7 +20,15 @@ from paceline.strategies.bucket_size import MIN_BYTES
 from paceline.strategies.bucketing import laid_out
 from paceline.strategies.by_rows import moved_by_rows
 from paceline.strategies.choosing import Choosing, LinkSpeed
-from paceline.strategies.coding import CODEC_DOC, NOTHING_CODED, SCOPE_DOC, Scope, coding_of, require_averaging
+from paceline.strategies.coding import (
+    CODEC_DOC,
+    NOTHING_CODED,
+    SCOPE_DOC,
+    Scope,
+    can_be_repeated,
+    coding_of,
+    require_averaging,
+)
 from paceline.strategies.exchange import averaging
 from paceline.strategies.gradient_averaging import GradientAveraging
 from paceline.strategies.joint import AGGREGATE_DOC, require_joint
@@ -118,7 +126,7 @@ class AllReduce(Strategy):
             lock_step=True,
             tells_stop=True,
             repeats_steps=self.algorithm == "auto"
-            and self.codec is None
+            and can_be_repeated(self.codec)
             and self.aggregate.streams
             and not has_servers,
             passes_attacks=not has_servers,
@@ -169,8 +177,8 @@ class _AllReduceSynchronizer(Synchronizer):
             behind_backward=strategy.behind_backward,
             exchange=lambda flat: average(flat)(),
         )
-        coding = coding_of(strategy.codec, strategy.codec_scope, context)
-        self._coding = coding
+        coding_in = partial(coding_of, strategy.codec, strategy.codec_scope)
+        coding = self._coding = coding_in(context)
         self._choosing: Choosing | None = None
         if strategy.codec is not None and coding is None:
             self.facts = {**self.facts, "codec": NOTHING_CODED}
@@ -186,7 +194,7 @@ class _AllReduceSynchronizer(Synchronizer):
         self._gradients = (
             GradientAveraging(strategy, self, layout, buffer, coding)
             if context.recovery is None
-            else RepeatedAveraging(strategy, self, layout, buffer, context.recovery)
+            else RepeatedAveraging(strategy, self, layout, buffer, coding_in, context.recovery)
         )
         self._rows: RowsBeside | None = None
         if strategy.servers and replica.is_first:

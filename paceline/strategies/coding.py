@@ -34,13 +34,22 @@ class Coding:
     """The worker's clock, which is told what coding takes."""
     before: Codec | None = None
     """For the steps before the codec's first one; none: these go uncoded."""
+    place: tuple[int, int] = (0, 1)
+    """The worker's number on its host, and how many that has."""
 
 
 def coding_of(codec: Codec | None, scope: Scope, context: Context) -> Coding | None:
     """None where nothing is coded: no codec was asked for, or none of its bytes leaves a host."""
     if codec is None or (scope == "links" and context.local_size == context.size):
         return None
-    return Coding(codec, context.seed, scope == "links", context.pacing)
+    place = (context.local_rank, context.local_size)
+    return Coding(codec, context.seed, scope == "links", context.pacing, place=place)
+
+
+def can_be_repeated(codec: Codec | None) -> bool:
+    """Whether an exchange can be coded so where workers come and go, and repeat it: what each keeps of it is its own,
+    and one who has missed its end needs nothing but the mean."""
+    return codec is None or not (codec.joint or codec.adapts)
 
 
 def push_coding_of(codec: TensorCodec | None, scope: Scope, context: Context, layout: Layout) -> PushCoding | None:

@@ -1,7 +1,7 @@
 """Between a bucket of values and the wire: encode, move, decode, join."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from paceline.aggregate import MEAN, Aggregator
 from paceline.arrays import is_finite
 from paceline.buckets import NONFINITE, Bucket
 from paceline.codec import Codec, TensorCodec
-from paceline.codec.joining import Kept, Region, beginnings, coding_s, handed_on, join
+from paceline.codec.joining import Keeping, Kept, Region, beginnings, coding_s, handed_on, join
 from paceline.comm.algorithms import ALGORITHMS, AlgorithmWork
 from paceline.comm.base import Collective, Timing, Work
 from paceline.comm.works import WhenWaitedFor
@@ -81,6 +81,11 @@ class Exchange:
         for coded in self._coded:
             coded.settle(is_applied=is_applied)
 
+    def carry_on(self, before: "Exchange") -> None:
+        """Among other workers than `before`, of the same buckets: what its codec has left out is still owed."""
+        for coded, earlier in zip(self._coded, before._coded, strict=False):  # none where nothing is, or was, coded
+            coded.carry_on(earlier)
+
     def own_state(self) -> dict[str, OwnState]:
         """What codecs keep for the next exchange. Averaged, what was left out changes the next mean as much."""
         return {
@@ -108,6 +113,16 @@ def averaging(collective: Collective, algorithm: str) -> Callable[[Tensor], Call
     return lambda flat: lambda: AlgorithmWork(collective, reduce, flat, op="mean")
 
 
+class _Share(NamedTuple):
+    """What this worker codes of a bucket, and among whom."""
+
+    regions: Mapping[Codec, Sequence[Region]]
+    rank: int
+    size: int
+    place: tuple[int, int]
+    """Which part of its host's tensor it is: this worker's number on its host, and how many that has."""
+
+
 @final
 class _Coded(Work):
     """One bucket's average through a codec, which runs when it is waited for: of several, in the same order on all
@@ -129,7 +144,8 @@ class _Coded(Work):
         self.kept: Kept = {}
         self._bucket, self._coding, self._timing, self._index = bucket, coding, timing, index
         self._segment = layout.segments[index] if layout is not None else None
-        self._pending: Kept = {}
+        self._pending: Keeping = {}
+        self._share: _Share | None = None
         self._flags: Work | None = None
         self._average_flags = average(bucket.flags) if bucket.flags.numel() else _no_flags
         is_whole = coding.codec.shaped or (coding.before is not None and coding.before.shaped)
@@ -165,6 +181,20 @@ class _Coded(Work):
             self.kept = self._pending
         self._pending = {}
 
+    def carry_on(self, before: "_Coded") -> None:
+        share, earlier = self._share, before._share
+        if share is None or earlier is None or share.place != earlier.place or "left" not in self.kept:
+            return
+        left = before._owed(earlier)
+        if left.shape == self.kept["left"].shape:
+            self.kept = {**self.kept, "left": left}
+
+    def _owed(self, share: "_Share") -> Tensor:
+        codec = self._coding.codec
+        if not isinstance(codec, TensorCodec):
+            return self.kept["left"]
+        return handed_on(self.kept, codec, share.regions[codec], rank=share.rank, size=share.size)["left"]
+
     def _prepare(self, group: Collective, flat: Tensor) -> Callable[[], Work]:
         """What averages a tensor over a group, each time it is called."""
         coding = self._coding
@@ -177,6 +207,8 @@ class _Coded(Work):
                 codec, each, flat, rank=group.rank, size=group.size, seed=coding.seed
             ).items()
         }
+        place = coding.place if coding.among_hosts else (0, 1)
+        self._share = _Share(regions, group.rank, group.size, place)
         return lambda: WhenWaitedFor(lambda: self._join(group, flat, regions))
 
     def _regions(self, codec: Codec, flat: Tensor) -> Sequence[Region]:
@@ -196,8 +228,8 @@ class _Coded(Work):
         kept = self.kept
         if codec is coding.codec and isinstance(coding.before, TensorCodec):
             kept = handed_on(kept, coding.before, regions[coding.before], rank=group.rank, size=group.size)
-        now = join(codec, peers, flat, kept, regions=regions[codec], path=path, seed=coding.seed)
-        self._pending = {**kept, **now}
+        self._pending = {**kept}
+        join(codec, peers, flat, kept, self._pending, regions=regions[codec], path=path, seed=coding.seed)
         pacing.spend(coding_s(codec, flat.numel(), group.size))
         self._timing.communication_s += pacing.now_s() - began_s - (_exchanged_s(group) - before_s)
 

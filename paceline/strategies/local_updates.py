@@ -32,6 +32,7 @@ from paceline.strategies.coding import (
     NOTHING_CODED,
     SCOPE_DOC,
     Scope,
+    can_be_repeated,
     coding_of,
     of_changes,
     require_of_changes,
@@ -134,7 +135,7 @@ class LocalUpdates(Strategy):
             num_besides=sum(1 / period for period in (self.momentum_every, self.variance_every) if period),
         )
         alike = self.fragments == 1 and not self.alpha and not self.momentum_every and not self.variance_every
-        repeats = alike and not self.delay and self.codec is None and self.aggregate.streams
+        repeats = alike and not self.delay and can_be_repeated(self.codec) and self.aggregate.streams
         return Traits(lock_step=False, unit="round", repeats_steps=repeats, passes_attacks=True, traffic=(moved,))
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
@@ -307,7 +308,8 @@ class _LocalSynchronizer(Synchronizer):
         self.context = context
         if facts is not None:
             self.facts = facts
-        self._outer.exchange_among(context)
+        coding = coding_of(self._codec, self._strategy.codec_scope, context)
+        self._outer.exchange_among(context, coding=coding)
         self._is_apart = False
 
     def enter(self) -> None:

@@ -59,7 +59,7 @@ class OuterModel:
         self._aggregator = aggregator
         self.timing = Timing()
         """What coding takes."""
-        self.exchange_among(context, coding=coding)
+        self._lead_among(context, coding)
         self._local = replica.parameters
         self._names = [spec.name for spec in replica.specs]
         self._parameters = [nn.Parameter(parameter.detach().clone()) for parameter in replica.parameters]
@@ -68,7 +68,12 @@ class OuterModel:
         self._optimizer = outer.optimizer(self._parameters)
 
     def exchange_among(self, context: Context, *, coding: Coding | None = None) -> None:
-        """Exchange with these from here on. Collective call."""
+        """Exchange with these from here on. What codecs have left out is still owed. Collective call."""
+        before = self._exchange
+        self._lead_among(context, coding)
+        self._exchange.carry_on(before)
+
+    def _lead_among(self, context: Context, coding: Coding | None) -> None:
         self._lay_out(allocated(context, self._layout.num_bytes))
         flats = self._flats
         none = [torch.zeros(0, dtype=flat.dtype, device=flat.device) for flat in flats]

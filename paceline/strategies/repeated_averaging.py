@@ -1,6 +1,6 @@
 """Averages gradients anew among those who are left, when a worker dies or joins meanwhile."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -10,8 +10,9 @@ from paceline.comm.base import Finished
 from paceline.errors import PeerLost, UsageError
 from paceline.layout import Layout
 from paceline.messages import Raw, from_frames
-from paceline.strategies.base import Recovery, Synchronizer
+from paceline.strategies.base import Context, Recovery, Synchronizer
 from paceline.strategies.bucketing import allocated, cut
+from paceline.strategies.coding import Coding
 from paceline.strategies.gradient_averaging import AveragingOptions, GradientAveraging
 from paceline.strategies.regrouping import ResultHandedOn
 from paceline.strategies.repeating import Repeating
@@ -22,6 +23,7 @@ class RepeatedAveraging(GradientAveraging):
     """Keeps this worker's own gradients until all have the average.
 
     Args:
+        coding: what encodes gradients among the workers that are there.
         recovery: knows the data and the other workers.
     """
 
@@ -31,9 +33,11 @@ class RepeatedAveraging(GradientAveraging):
         owner: Synchronizer,
         layout: Layout,
         buffer: Tensor,
+        coding: Callable[[Context], Coding | None],
         recovery: Recovery,
     ) -> None:
-        super().__init__(options, owner, layout, buffer, None)
+        super().__init__(options, owner, layout, buffer, coding(owner.context))
+        self._coding = coding
         self.repeating = Repeating(recovery)
 
     @property
@@ -56,7 +60,9 @@ class RepeatedAveraging(GradientAveraging):
         if facts is not None and "bucket_mb" in facts:
             self._layout = cut(self._owner.replica, round(float(facts["bucket_mb"]) * 1e6))
         self._renew_buckets(allocated(context, self._layout.num_bytes))
-        self._exchange = self._exchanging(None, self._exchange.timing)
+        before = self._exchange
+        self._exchange = self._exchanging(self._coding(context), before.timing)
+        self._exchange.carry_on(before)
 
     def _renew_buckets(self, buffer: Tensor) -> None:
         self._works.clear()

@@ -129,6 +129,8 @@ def require_replayed(result: Result, committed: dict[int, Committed], replay: Re
         ("gossip:order=awc", Replay(make, Ring(), order="awc")),
         ("gossip:topology=star:every=3", Replay(make, Star(), every=3)),
         ("gossip:every=2:order=awc", Replay(make, Ring(), every=2, order="awc")),
+        ("gossip:codec=top-k:codec.ratio=1", Replay(make, Ring())),  # a codec that leaves out nothing
+        ("gossip:codec=top-k:codec.ratio=1:order=awc", Replay(make, Ring(), order="awc")),
         ("sgp", Replay(make, OnePeerExponential(), mode="push-sum")),
         ("gossip:mode=push-sum:topology=star", Replay(make, Star(), mode="push-sum")),
         ("gossip:mode=running-sums:topology=star", Replay(make, Star(), mode="push-sum")),

@@ -125,6 +125,20 @@ def test_whoever_dies_the_model_is_the_undisturbed_one(tmp_path, ray_here, fault
 
 
 @pytest.mark.slow
+def test_workers_die_whose_gradients_are_coded(tmp_path: Path, ray_here: None) -> None:
+    """One in its backward pass, one before it encodes, and one with an encoded gradient that nobody has."""
+    # A codec that leaves out nothing, so that the model is to be the undisturbed one.
+    strategy = "all-reduce:codec=top-k:codec.ratio=1:codec_scope=all"
+    exchange = "paceline.strategies.exchange"
+    given = ["--fail", "1:3:kill", "--fail-at", f"3:5:{exchange}:Exchange.start"]
+    given += ["--fail-at", f"0:9:{exchange}:Messages.all_to_all"]
+    out = trained(tmp_path, *given, workers=4, strategy=strategy, elastic="1:4")
+    assert sorted(event["who"] for event in of(out, "lost")) == ["worker-0", "worker-1", "worker-3"]
+    require_each_sample_once(out)
+    require_same_model(out, undisturbed(workers=4))
+
+
+@pytest.mark.slow
 def test_the_one_who_evaluates_dies_in_it(tmp_path: Path, ray_here: None) -> None:
     out = trained(tmp_path, "--fail-in-evaluation", 0, elastic="1:3", eval_every=4)
     assert [event["who"] for event in of(out, "lost")] == ["worker-0"]

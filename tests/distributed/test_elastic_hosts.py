@@ -154,10 +154,11 @@ def workers_join_on_a_host_that_comes(network: Network, address: str, directory:
     print("reformed after", [event["details"]["took_s"] for event in of(out, "reformed")])
 
 
-def workers_join_and_die_in_rounds(network: Network, address: str, directory: Path) -> None:
-    """One process replays what the workers have written down, and comes to the same model."""
+def workers_join_and_die_in_rounds(network: Network, address: str, directory: Path, *, codec: str = "") -> None:
+    """One process replays what the workers have written down, and comes to the same model, to which the codec leaves
+    all."""
     given = ["--epochs", 3, *held(2), "--fail", "1:9:kill"]
-    options = ["--strategy", "diloco", "--option", "every=2"]
+    options = ["--strategy", f"diloco:every=2{codec}"]
     process, out = start(network, address, directory, *given, workers=3, samples=96, step_s=0.02, options=options)
     wait_for(process, out, num_steps=4)
     assert "3 workers train; 1 more start" in scale(network, out, 4)
@@ -250,6 +251,7 @@ def test_workers_join_and_none_is_left_alone(four_hosts: Network, tmp_path: Path
     address = network.start_ray(3)
     workers_join_on_a_host_that_comes(network, address, tmp_path / "joins")
     workers_join_and_die_in_rounds(network, address, tmp_path / "rounds")
+    workers_join_and_die_in_rounds(network, address, tmp_path / "coded", codec=":codec=top-k:codec.ratio=1")
     workers_join_and_die_between_neighbours(network, address, tmp_path / "neighbours")
     chaos_strikes_links_and_nodes(network, address, tmp_path / "chaos")
     nobody_goes_on_alone_on_the_other_side(network, address, tmp_path / "alone")

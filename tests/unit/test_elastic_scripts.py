@@ -227,9 +227,13 @@ def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
         ({"strategy": "ps-asp:torn_reads=true"}, "ps-asp without backup_workers, torn_reads"),
         ({"strategy": "ps-asp", "global_batch": "keep"}, "takes its own steps"),
         ({"strategy": "ps-bsp", "engine": "virtual", "cluster": "lab-1gbe"}, "is for real processes so far"),
-        ({"strategy": "all-reduce:codec=int8"}, "cannot go on without a worker"),
+        ({"strategy": "all-reduce:codec=powersgd"}, "all without the codecs auto and powersgd"),
+        ({"strategy": "diloco:codec=auto"}, "cannot go on without a worker"),
         ({"strategy": "ad-psgd"}, "strategy ad-psgd cannot go on"),
-        ({"strategy": "gossip:codec=int8"}, "for gossip, sgp, relay and noloco without a codec"),
+        (
+            {"strategy": "gossip:codec=auto"},
+            "and for gossip, sgp, relay and noloco, .* without the codecs auto and powersgd",
+        ),
         (
             {"strategy": "gossip:topology=hypercube", "elastic": "2:4"},
             "may come to have 3 workers, for which .*: a hypercube has a power of two .* exponential takes any number",

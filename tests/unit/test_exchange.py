@@ -83,6 +83,35 @@ def test_what_half_precision_leaves_out_comes_with_the_next_rounds(world: World)
     torch.testing.assert_close(sent + left + parts, wanted, rtol=0.0, atol=2e-6)
 
 
+def averaged_by_two_exchanges(collective: Collective, codec: Codec) -> tuple[list[Tensor], list[Tensor]]:
+    """What every round gave, and the memory in the end, where another exchange goes on after two rounds; its third
+    round is begun by one that does not come to its end."""
+    flat = torch.zeros(NUM_VALUES)
+    bucket = Bucket(flat, flat, torch.zeros(0))
+    exchange, rounds = Exchange(collective, [bucket], coding=Coding(codec)), []
+    for number in range(NUM_ROUNDS):
+        bucket.values.copy_(values_of(collective.rank, number))
+        if number == 2:
+            exchange.start(0, step=number).wait()  # by which nobody has gone on
+            before, exchange = exchange, Exchange(collective, [bucket], coding=Coding(codec))
+            exchange.carry_on(before)
+            bucket.values.copy_(values_of(collective.rank, number))
+        exchange.start(0, step=number).wait()
+        exchange.settle(is_applied=True)
+        rounds.append(flat.clone())
+    return rounds, [state.tensor for state in exchange.own_state().values()]
+
+
+@pytest.mark.parametrize("codec", [BF16(), TopK(ratio=0.1), OneBit(), Int8(feedback=True)], ids=str)
+def test_what_is_left_out_is_owed_by_the_exchange_among_others(world: World, codec: Codec) -> None:
+    answers = world.run(averaged_by_two_exchanges, codec)
+    sent = torch.stack(answers[0][0]).sum(0)
+    left = torch.stack([memory[0] for _, memory in answers]).mean(0)
+    parts = torch.cat([memory[1] for _, memory in answers if len(memory) > 1] or [torch.zeros(NUM_VALUES)])
+    wanted = torch.stack([mean_of(number) for number in range(NUM_ROUNDS)]).sum(0)
+    torch.testing.assert_close(sent + left + parts, wanted, rtol=0.0, atol=2e-6)
+
+
 @pytest.mark.parametrize("before", [BF16(), TopK(ratio=0.1), OneBit(), Int8(), PowerSGD(start=0)], ids=str)
 def test_what_a_codec_leaves_out_comes_through_the_one_that_follows(world: World, before: Codec) -> None:
     """The first two rounds go through the one, the others through the other."""

@@ -68,9 +68,9 @@ def launcher(folder: Path, strikes: Sequence[Strike]) -> list[str]:
 
 def bound(traits: Traits) -> float:
     """How far the final model may be from the undisturbed run's: none where servers have copies, rounding where
-    updates keep their samples. Without lock-step other samples, or other parameters, are in each, and nothing is
-    promised."""
-    if not traits.lock_step:
+    updates keep their samples. Without lock-step other samples, or other parameters, are in each, and a codec
+    leaves out other parts of them: nothing is promised."""
+    if not traits.lock_step or any(moved.codec is not None for moved in traits.traffic or ()):
         return float("inf")
     return 0.0 if traits.num_servers else _ROUNDING
 

@@ -28,6 +28,7 @@ from paceline.strategies.choosing import Choosing, LinkSpeed
 from paceline.strategies.coding import (
     NOTHING_CODED,
     Scope,
+    can_be_repeated,
     coding_of,
     of_neighbours,
     require_of_neighbours,
@@ -176,7 +177,7 @@ class Gossip(Strategy):
             lock_step=False,
             traffic=(moved,),
             workers_differ=True,
-            repeats_steps=self.codec is None,
+            repeats_steps=can_be_repeated(self.codec),
             own_scores=self.own_scores,
             missing_messages=mixer.missing_messages,
             passes_attacks=True,
@@ -220,17 +221,17 @@ class _GossipSynchronizer(Synchronizer):
         return _MIXERS[strategy.mode](strategy.topology, own, rank=among.rank, size=among.size)
 
     def _coded_mixer(self, codec: Codec) -> Mixer:
-        strategy, context, own = self._strategy, self.context, self._model.parcel
+        strategy, among, own = self._strategy, self.context.collective, self._model.parcel
         assert isinstance(codec, TensorCodec)
         for segment in own.layout.segments:
             require_real(codec, segment.dtype)
         return SharedEstimates(
             strategy.topology,
             own,
-            rank=context.rank,
-            size=context.size,
+            rank=among.rank,
+            size=among.size,
             codec=codec,
-            seed=context.seed,
+            seed=self.context.seed,
             consensus_step=strategy.step_of(codec),
         )
 
@@ -364,8 +365,17 @@ class _GossipSynchronizer(Synchronizer):
         if facts is not None:
             self.facts = facts
         self._links.lead_among(context.collective)
-        self._mixer.regroup(context.collective.rank, context.collective.size)
+        self._begin_anew()
         self._is_apart = False
+
+    def _begin_anew(self) -> None:
+        """Among those who are there now, with the models that they have. Who codes, and on which links, follows from
+        where they are, and what neighbours believe of one another does from how many they are."""
+        if self._strategy.codec is None:
+            self._mixer.regroup(self.context.collective.rank, self.context.collective.size)
+            return
+        coding = coding_of(self._strategy.codec, self._strategy.codec_scope, self.context)
+        self._mixer = self._plain_mixer() if coding is None else self._coded_mixer(coding.codec)
 
     def _received(self) -> set[int]:
         """Returns whose messages are lost."""
@@ -430,10 +440,6 @@ class _GossipSynchronizer(Synchronizer):
             self._momentum.load(kept)
         if _EXCHANGES in kept:
             self._exchanges = int(kept[_EXCHANGES])
-            self._begin_links_anew(was=int(kept[_SIZE]))
-
-    def _begin_links_anew(self, *, was: int) -> None:
-        """Weights and sums that are on links are those of as many workers as there were when they were saved."""
-        among = self.context.collective
-        if among.size not in (1, was):  # one who joins is alone until it meets the others, who begin anew with it
-            self._mixer.regroup(among.rank, among.size)
+            # Weights and sums that are on links are those of as many workers as there were when they were saved.
+            if self.context.size not in (1, int(kept[_SIZE])):  # one who joins is alone until it meets the others
+                self._begin_anew()

@@ -45,6 +45,16 @@ def ways_of(tf: Any, table: Any) -> dict[str, Callable[[Any], Any]]:
     return {"pull": pull, "pull and push": step}
 
 
+def several(tf: Any, way: Callable[[Any], Any]) -> Any:
+    """Steps that a worker takes by itself."""
+
+    @tf.function(autograph=False)
+    def take(iterator: Any) -> Any:
+        return tf.add_n([way(next(iterator)) for _ in range(STEPS_AT_ONCE)])
+
+    return take
+
+
 Rates = dict[str, float]
 
 
@@ -59,17 +69,11 @@ def measure(tf: Any, cluster: dict[str, list[str]], num_rows: int, dim: int, bat
     keys = iter(coordinator.create_per_worker_dataset(lambda: batches(tf, num_rows, batch, seed=0)))
     rates = {}
     for name, way in ways_of(tf, table).items():
+        function = several(tf, way)
 
-        @tf.function(autograph=False)
-        def several(iterator: Any, way: Callable[[Any], Any] = way) -> Any:
-            total = 0.0
-            for _ in range(STEPS_AT_ONCE):
-                total += way(next(iterator))
-            return total
-
-        def run(num: int, several: Any = several) -> None:
+        def run(num: int, function: Any = function) -> None:
             for _ in range(num):
-                coordinator.schedule(several, args=(keys,))
+                coordinator.schedule(function, args=(keys,))
             coordinator.join()
 
         run(WARM_UP * workers)

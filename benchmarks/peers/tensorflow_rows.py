@@ -48,11 +48,10 @@ def ways_of(tf: Any, table: Any) -> dict[str, Callable[[Any], Any]]:
 def several(tf: Any, way: Callable[[Any], Any]) -> Any:
     """Steps that a worker takes by itself."""
 
-    @tf.function(autograph=False)
     def take(iterator: Any) -> Any:
         return tf.add_n([way(next(iterator)) for _ in range(STEPS_AT_ONCE)])
 
-    return take
+    return tf.function(take, autograph=False)
 
 
 Rates = dict[str, float]

@@ -42,7 +42,6 @@ NUM_ROWS, DIM, BATCH, WORKERS, SERVERS, WARMUP, LR = 200_000, 64, 4096, 2, 2, 5,
 WAYS = ("pull", "pull and push")
 Way = Callable[[Tensor], object]
 Rates = Mapping[str, float]
-PEER = Path(__file__).parent / "peers" / "tensorflow_rows.py"
 
 
 def rates_of(rank: int, steps: int, pull: Way, step: Way) -> Rates:
@@ -192,8 +191,9 @@ def of_tensorflow(python: str, steps: int) -> Rates:
     Raises:
         SystemExit: it failed; with the end of what it said.
     """
-    command = [python, str(PEER), *map(str, (NUM_ROWS, DIM, BATCH, WORKERS, SERVERS, steps))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    arguments = map(str, (NUM_ROWS, DIM, BATCH, WORKERS, SERVERS, steps))
+    command = [python, "-m", "peers.tensorflow_rows", *arguments]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"TensorFlow failed:\n{done.stderr[-3000:]}")
     rates: Rates = json.loads(done.stdout.splitlines()[-1])

@@ -1,7 +1,7 @@
 """Rows of a table under TensorFlow's ParameterServerStrategy: a pull, and a pull and push of as many by plain SGD. For
 a Python that has tensorflow and tf-keras, which do not load beside torch; it imports nothing of Paceline.
 
-    python tensorflow_rows.py NUM_ROWS DIM BATCH WORKERS SERVERS STEPS
+    python -m peers.tensorflow_rows NUM_ROWS DIM BATCH WORKERS SERVERS STEPS
 
 The table is a variable in one shard a server, which `embedding_lookup` reads and `scatter_sub` changes there. A worker
 is given STEPS_AT_ONCE steps at a time, as TensorFlow's guide to parameter servers advises. Prints a line of JSON: by
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tensorflow_mnist import free_addresses, serve, tensorflow
+from .tensorflow_mnist import free_addresses, serve, tensorflow
 
 STEPS_AT_ONCE, WARM_UP, LEARNING_RATE = 10, 2, 0.1
 

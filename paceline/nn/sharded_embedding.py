@@ -301,7 +301,8 @@ def read_ahead(batches: Iterable[T], wanted: Callable[[T], Sequence[tuple[Sharde
 
     Args:
         batches: a loader, or one pass over it.
-        wanted: of a batch, the tables, each once, and the keys that the model looks up in them.
+        wanted: of a batch, the tables, each once, and the keys of one of the model's lookups in it, in their order. A
+            warning says so once where there is no such lookup.
 
     Raises:
         UsageError: as the tables do, or a table comes twice.

@@ -4,9 +4,11 @@ Two workers and two servers on this host, one thread each. A batch is 4,096 uniq
 64 float32 each, of a table with 200,000 rows, or with `--hashed` of one with 2^63. `pull` is a forward pass without
 gradients; `pull and push` a whole step of plain SGD: under Paceline with the layer, backward and the update of a small
 dense part, under rpc one call a server and way. The gather is `index_select` and `index_add_` of as many rows by the
-same number of processes at once. TensorFlow's parameter servers are not among them yet.
+same number of processes at once. With `--tensorflow PYTHON`, an environment's with tensorflow and tf-keras, its
+ParameterServerStrategy does the same in as many processes, whose steps come ten at a time, so that what counts is the
+time of them all.
 
-    python benchmarks/rows.py
+    python benchmarks/rows.py --tensorflow PYTHON
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +29,7 @@ from typing import Any
 import torch
 from report import tell
 from rich.table import Table
+from rounds import ratio_of
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,6 +39,7 @@ from paceline.nn import ShardedEmbedding
 from paceline.running.launch import Quiet
 
 NUM_ROWS, DIM, BATCH, WORKERS, SERVERS, WARMUP, LR = 200_000, 64, 4096, 2, 2, 5, 0.1
+WAYS = ("pull", "pull and push")
 Way = Callable[[Tensor], object]
 Rates = Mapping[str, float]
 
@@ -43,7 +48,7 @@ def rates_of(rank: int, steps: int, pull: Way, step: Way) -> Rates:
     """One worker's rows a second; the median step counts."""
     generator = torch.Generator().manual_seed(rank)
     found = {}
-    for name, way in (("pull", pull), ("pull and push", step)):
+    for name, way in zip(WAYS, (pull, step), strict=True):
         seconds = []
         for _ in range(WARMUP + steps):
             keys = torch.randperm(NUM_ROWS, generator=generator)[:BATCH]
@@ -181,11 +186,26 @@ def in_processes(target: Callable[..., None], count: int, steps: int) -> Rates:
     return rates
 
 
+def of_tensorflow(python: str, steps: int) -> Rates:
+    """
+    Raises:
+        SystemExit: it failed; with the end of what it said.
+    """
+    arguments = map(str, (NUM_ROWS, DIM, BATCH, WORKERS, SERVERS, steps))
+    command = [python, "-m", "peers.tensorflow_rows", *arguments]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"TensorFlow failed:\n{done.stderr[-3000:]}")
+    rates: Rates = json.loads(done.stdout.splitlines()[-1])
+    return rates
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="of each kind, that count")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hashed", action="store_true", help="our table has 2^63 rows, too many for an array of them")
+    parser.add_argument("--tensorflow", help="a Python with tensorflow and tf-keras", metavar="PYTHON")
     args = parser.parse_args()
     num_rows = 2**63 if args.hashed else NUM_ROWS
     contenders: dict[str, Callable[[], Rates]] = {
@@ -193,16 +213,24 @@ def main() -> None:
         "torch.distributed.rpc": partial(in_processes, rpc_process, WORKERS + SERVERS, args.steps),
         "gather in memory": partial(in_processes, gather_process, WORKERS, args.steps),
     }
+    if args.tensorflow:
+        contenders["TensorFlow, parameter servers"] = partial(of_tensorflow, args.tensorflow, args.steps)
     rounds = [{name: contender() for name, contender in contenders.items()} for _ in range(args.rounds)]
     table = Table(
-        title=f"thousand rows a second, {os.cpu_count()} cores, medians of {args.rounds}", title_justify="left"
+        title=f"thousand rows a second, {os.cpu_count()} cores, medians of {args.rounds}; ours within a round",
+        title_justify="left",
     )
     table.add_column("")
-    for way in ("pull", "pull and push"):
+    for way in WAYS:
         table.add_column(way, justify="right")
+        table.add_column("ours", justify="right")
+    own, *_ = contenders
     for name in contenders:
-        medians = [statistics.median(one[name][way] for one in rounds) for way in ("pull", "pull and push")]
-        table.add_row(name, *(f"{median / 1000:,.0f}" for median in medians))
+        cells = []
+        for way in WAYS:
+            rates = [one[name][way] for one in rounds]
+            cells += [f"{statistics.median(rates) / 1000:,.0f}", ratio_of([one[own][way] for one in rounds], rates)]
+        table.add_row(name, *cells)
     tell([table], {"workload": vars(args), "rounds": rounds})
 
 

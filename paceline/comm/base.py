@@ -385,6 +385,11 @@ class TableStore(ABC):
             is_fresh: as they are now; else a copy counts that may be used still.
         """
 
+    def look(self, table: int, keys: Tensor) -> Tensor | None:
+        """The rows of these keys as they are now, in memory that this process sees, shape (keys, dim); none: they are
+        to be `read`. Keys are int64, and may come more than once."""
+        return None
+
     @abstractmethod
     def read_ahead(self, wanted: Mapping[int, Tensor]) -> None:
         """Start fetching these rows for the next `read`. That `read` returns current rows, and may ask for other

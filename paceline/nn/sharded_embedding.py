@@ -48,6 +48,10 @@ class Home(Holder, Protocol):
         """These keys' rows are read with the next batch, so that they can be under way while the script trains on the
         present one."""
 
+    def look(self, keys: Tensor) -> Tensor | None:
+        """The rows of these keys, which may come more than once, as they are now, shape (keys, dim), where they lie in
+        memory that this process sees; none: they are to be `read`."""
+
     def read(self, keys: Tensor, *, is_fresh: bool) -> Tensor:
         """The rows of these keys, none twice, shape (keys, dim); if `is_fresh`, as they are now."""
 
@@ -117,6 +121,10 @@ class ShardedEmbedding(nn.Module):
         Raises:
             UsageError: a key is out of range or no whole number; the message names it and the table.
         """
+        if self._home is not None and not torch.is_grad_enabled():
+            rows = self._home.look(self.spec.checked(keys).cpu().flatten())
+            if rows is not None:
+                return rows.to(keys.device, self.spec.computed).view(*keys.shape, self.dim)
         unique, places = self._once(keys)
         return self._shaped(keys, self._read(unique), places)
 
@@ -237,7 +245,6 @@ class ShardedEmbedding(nn.Module):
 
     def _once(self, keys: Tensor) -> tuple[Tensor, Tensor | None]:
         """These keys once each, and where each of the script's is among them; none: they come once, in its order."""
-        self._require_unscaled(keys.device.type)
         keys = self.spec.checked(keys)
         if are_different(keys.cpu().flatten()):
             return keys.flatten().clone(), None  # the script may change its own before the step
@@ -257,6 +264,7 @@ class ShardedEmbedding(nn.Module):
 
         if not trains:
             return read()
+        self._require_unscaled(keys.device.type)
         anchor = torch.empty(0, requires_grad=True)
         rows: Tensor = _Noted.apply(anchor, read, partial(self._note, own))  # type: ignore[no-untyped-call]
         return rows
@@ -293,7 +301,8 @@ def read_ahead(batches: Iterable[T], wanted: Callable[[T], Sequence[tuple[Sharde
 
     Args:
         batches: a loader, or one pass over it.
-        wanted: of a batch, the tables, each once, and the keys that the model looks up in them.
+        wanted: of a batch, the tables, each once, and the keys of one of the model's lookups in it, in their order. A
+            warning says so once where there is no such lookup.
 
     Raises:
         UsageError: as the tables do, or a table comes twice.

@@ -1,16 +1,17 @@
 """The rows of a model's tables and weights while servers hold them, seen from one worker."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from paceline.comm.base import TableStore
 from paceline.errors import UsageError
+from paceline.hooks import place_in_script
 from paceline.nn.sharded_embedding import ShardedEmbedding
 from paceline.row_file import RowFile
 from paceline.server.tables.kept_rows import Keeping
@@ -69,6 +70,7 @@ class ServedRows:
         self._weights = dict(enumerate(weights, len(tables)))
         self._store = store.open_tables([each.spec for each in self._all], keeping=keeping) if self._all else None
         self._together = _Together()
+        self._has_warned = False
         for number, table in enumerate(tables):
             assert self._store is not None
             rows = table.rows()
@@ -82,10 +84,20 @@ class ServedRows:
     def push(self, *, weight: float, is_void: bool) -> None:
         """Give the servers what backward passes have found, for the update that the next push of the model is for; or
         drop it, if that is to be none."""
-        self._together.end_step()
+        self._warn_of(self._together.end_step())
         gradients = [each.take_gradients() for each in self._all]
         if self._store is not None and not is_void:
             self._store.push(gradients, weight=weight, lrs=[each.changed_lr for each in self._all])
+
+    def _warn_of(self, in_vain: Iterable[int]) -> None:
+        """Tell, once, that the script's words on what to read ahead of these tables were wrong."""
+        names = " and ".join(repr(self._all[number].spec.name) for number in in_vain)
+        if names and not self._has_warned:
+            self._has_warned = True
+            place_in_script().warn(
+                f"read_ahead was given keys of table {names} that no look-up of their batch has had, in this order, so "
+                "that their rows come in vain; give it the keys of one look-up, as the model has them"
+            )
 
     def refresh(self, *, looks: bool = False) -> None:
         """Have weights be what the servers have; if the worker only `looks`, until they are put back."""
@@ -118,8 +130,10 @@ class _Together:
         """By table, the keys of rows that are read next."""
         self.announced: dict[int, Tensor] = {}
         """Those of the next batch."""
-        self._brought: dict[int, tuple[Tensor, Tensor]] = {}  # by table, keys and rows that came with another table's
-        self._ahead: dict[int, Tensor] = {}  # keys of the next batch whose rows are under way
+        # Keys and rows that came with another table's, by table and whether they had to be fresh.
+        self._brought: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
+        self._ahead: dict[int, Tensor] = {}  # by table, keys whose rows are under way, until one of them is looked up
+        self._is_ahead_of_step = False  # these are for batches after the present step's
         self._were_read: set[int] = set()  # tables, since any was announced
 
     def announce(self, table: int, keys: Tensor) -> None:
@@ -127,31 +141,40 @@ class _Together:
         self._were_read.clear()
 
     def read(self, store: TableStore, table: int, keys: Tensor, *, is_fresh: bool) -> Tensor:
-        brought = self._brought.pop(table, None)
+        brought = self._brought.get((table, is_fresh))
         if brought is not None and torch.equal(brought[0], keys):
+            del self._brought[table, is_fresh]
             return brought[1]
         wanted = {**self.expected, table: keys}
         self.expected.clear()
-        if not is_fresh:
-            ahead, self._ahead = self._ahead, {}
-            if all(each in ahead and torch.equal(ahead[each], keys) for each, keys in wanted.items()):
-                wanted = ahead
+        if not is_fresh and self._are_ahead(wanted):
+            wanted, self._ahead = self._ahead, {}
         found = store.read(wanted, is_fresh=is_fresh)
-        self._brought.update({each: (wanted[each], rows) for each, rows in found.items() if each != table})
+        self._brought.update({(each, is_fresh): (wanted[each], rows) for each, rows in found.items() if each != table})
         if not is_fresh:
             self._were_read |= found.keys()
             self._read_ahead(store)
         return found[table]
 
+    def _are_ahead(self, wanted: Mapping[int, Tensor]) -> bool:
+        """Whether these rows are under way: a table may also be looked up with other keys before."""
+        return all(each in self._ahead and torch.equal(self._ahead[each], keys) for each, keys in wanted.items())
+
     def _read_ahead(self, store: TableStore) -> None:
         """The next batch's rows, once nothing that this one needs comes behind them."""
-        if self.announced and self.announced.keys() <= self._were_read:
-            self._ahead, self.announced = self.announced, {}
+        if self.announced and not self._ahead and self.announced.keys() <= self._were_read:
+            self._ahead, self.announced, self._is_ahead_of_step = self.announced, {}, True
             store.read_ahead(self._ahead)
 
-    def end_step(self) -> None:
+    def end_step(self) -> list[int]:
+        """Forget what was for the batches of this step; of which tables rows were read ahead for it in vain."""
+        in_vain = [] if self._is_ahead_of_step else list(self._ahead)
+        if in_vain:
+            self._ahead = {}
+        self._is_ahead_of_step = False
         self._brought.clear()
         self.announced.clear()
+        return in_vain
 
 
 @final
@@ -167,9 +190,12 @@ class _Elsewhere:
     def expect_next(self, keys: Tensor) -> None:
         self._together.announce(self._number, keys)
 
+    def look(self, keys: Tensor) -> Tensor | None:
+        return self._store.look(self._number, keys)
+
     def read(self, keys: Tensor, *, is_fresh: bool) -> Tensor:
         # The virtual engine counts the script's operations. Those of requests are none, nor those of other workers.
-        with _disable_current_modes():
+        with _disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():
             return self._together.read(self._store, self._number, keys, is_fresh=is_fresh)
 
     def __deepcopy__(self, memo: object) -> "_Elsewhere":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,10 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import RunFailed, UsageError
-from paceline.messages import Kind, Message
-from paceline.nn import ShardedEmbedding, read_ahead, read_together
+from paceline.nn import ShardedEmbedding
 from paceline.running.result import Result
-from paceline.server.server_core import ServerCore
 from paceline.server.tables.hashing import normal
 from paceline.training.worker import Worker
 from tests.conformance import virtual_engine
@@ -123,48 +120,6 @@ def test_asynchronous_workers_learn(run: Any, strategy: str, tmp_path: Path) -> 
         assert max(update.staleness for update in result.updates) <= 2
 
 
-@pytest.mark.parametrize("run", ENGINES)
-@pytest.mark.parametrize(
-    ("strategy", "workers"),
-    [
-        ("single", 1),
-        ("ps-bsp:servers=2", 2),
-        ("ps-asp:servers=2:row_staleness=2", 1),
-        ("all-reduce:servers=2", 2),
-    ],
-)
-def test_rows_that_are_read_ahead_are_the_same(run: Any, strategy: str, workers: int, tmp_path: Path) -> None:
-    """Bit for bit, with evaluations and checkpoints between steps, and in a run that ends within a pass."""
-    found = []
-    for reads_ahead in (False, True):
-        out = tmp_path / str(reads_ahead)
-        out.mkdir()
-        result = run(
-            partial(launched, partial(train, optimizer="adam:lr=0.05", reads_ahead=reads_ahead), out),
-            strategy=strategy,
-            workers=workers,
-            out=out / "run",
-            eval_every=3,
-            checkpoint_every=4,
-            max_steps=16,
-            **({} if strategy == "single" else {"servers_are_local": False}),
-        )
-        errors = [record.metrics["error"] for record in result.evaluations]
-        found.append((errors, len(result.steps), {name: each.tolist() for name, each in rows_of(out).items()}))
-    assert found[0] == found[1]
-    assert found[0][1] == 16 * workers
-
-
-def test_rows_come_while_a_worker_computes_and_pushes(tmp_path: Path) -> None:
-    """Those of all batches but the first, so that a step takes as much less as they take on the worker's link."""
-    rows_s, steps_s = 2000 * (8 + 4 * 64) * 8 / 1e9, []
-    for reads_ahead in (False, True):
-        script, out = partial(launched, partial(read_many, reads_ahead=reads_ahead), tmp_path), tmp_path / "run"
-        first, *_, last = virtual_engine.run(script, strategy="ps-asp:servers=2", workers=1, out=out).steps
-        steps_s.append((last.time_s - first.time_s) / (last.step - first.step))
-    assert 0.8 * rows_s < steps_s[0] - steps_s[1] < 1.05 * rows_s
-
-
 def train_for_long(worker: Worker, out: Path) -> None:
     """Learns what ratings there are by heart."""
     model: Any = tables("adagrad:lr=0.3")
@@ -183,38 +138,6 @@ def test_one_asynchronous_worker_equals_single(run: Any, tmp_path: Path) -> None
         out.mkdir()
         run(partial(launched, train, out), strategy=strategy, workers=1, out=out / "run")
         assert_same_rows(rows_of(tmp_path / "single"), rows_of(out))
-
-
-def test_rows_are_read_together_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One worker alone makes updates, and its copies have them at once where the optimizer keeps nothing."""
-    asked: list[Message] = []
-    receive = ServerCore.receive
-
-    def noted(core: ServerCore, message: Message, now_s: float) -> object:
-        asked.extend([message] * (message.kind is Kind.READ_ROWS))
-        return receive(core, message, now_s)
-
-    monkeypatch.setattr(ServerCore, "receive", noted)
-    moved, run = {}, virtual_engine.run
-    for name, strategy in (
-        ("single", "single"),
-        ("asks", "ps-ssp:servers=2"),
-        ("keeps", "ps-ssp:servers=2:row_staleness=3"),
-        ("hybrid", f"{HYBRID}:servers=1:row_staleness=3"),
-    ):
-        out = tmp_path / name
-        out.mkdir()
-        asked.clear()
-        script = partial(launched, read_and_train, out)
-        result = run(script, strategy=strategy, workers=1, out=out / "run", max_steps=12)
-        assert_same_rows(rows_of(tmp_path / "single"), rows_of(out))
-        moved[name] = sum(record.moved_bytes for record in result.steps)
-        counted = {record.name: record.value for record in result.logged}
-        assert len(asked) <= 2 * len(result.steps)
-        assert bool(counted) == (name in ("keeps", "hybrid"))
-        assert not counted or 0.4 * counted["rows_read"] < counted["rows_kept"] < counted["rows_read"]
-        if name == "keeps":
-            assert moved["keeps"] <= moved["asks"] - counted["rows_kept"] * (8 + 8 * DIM)
 
 
 @pytest.mark.parametrize(
@@ -239,27 +162,6 @@ def train_by_schedule(worker: Worker, out: Path, *, optimizer: str) -> None:
         step(model, updater, batch)
         for table in (model.users, model.items):
             table.lr *= GAMMA
-
-
-class Together(Factors):
-    def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        tables: Any = self.users, self.items
-        user, item = read_together(list(zip(tables, (USERS[users], items), strict=True)))
-        return (user * item).sum(dim=1) + self.bias.mean()
-
-
-def read_and_train(worker: Worker, out: Path) -> None:
-    own = tables("sgd:lr=0.1")
-    model: Any = Together(own.users, own.items)
-    loader: Any = DataLoader(ratings(), batch_size=BATCH, shuffle=True)
-    model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    for number, (users, items, wanted) in enumerate(loader):
-        model.users.lr = 0.1 / (1 + number)
-        updater.zero_grad()
-        (model(users, items) - wanted).square().mean().backward()
-        updater.step()
-    with pytest.raises(UsageError, match="table 'users' comes twice"):
-        read_together([(model.users, users), (model.users, users)])
 
 
 @pytest.mark.parametrize("run", ENGINES)
@@ -320,32 +222,6 @@ def test_evaluations_change_nothing(run: Any, tmp_path: Path) -> None:
     seen = [record.metrics["untouched"] for record in Result(tmp_path / "run").evaluations]
     assert len(seen) > 3
     assert seen == pytest.approx([float(first.sum())] * len(seen))
-
-
-@pytest.mark.parametrize("local", [True, False])
-@pytest.mark.parametrize("run", ENGINES)
-def test_few_bytes_move_besides_the_rows(run: Any, local: bool, tmp_path: Path) -> None:
-    """A step reads the rows of its batch once each and pushes as many gradients, with their keys."""
-    script = partial(launched, read_many, tmp_path)
-    result = run(script, strategy="ps-bsp", workers=1, out=tmp_path / "run", servers_are_local=local)
-    num_rows, dim = 2000, 64
-    moved = [record.moved_bytes for record in result.steps]
-    assert len(moved) == 4
-    for each in moved:
-        assert 2 * num_rows * 4 * dim < each < 1.1 * 2 * num_rows * 4 * dim
-
-
-def read_many(worker: Worker, out: Path, *, reads_ahead: bool = False) -> None:
-    table: Any = ShardedEmbedding(10**12, 64, optimizer="sgd", name="many")
-    model: Any = nn.Sequential(table, nn.Linear(64, 1))
-    data = TensorDataset(torch.arange(8000) * 12345)
-    loader: Any = DataLoader(data, batch_size=2000)
-    model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    batches: Any = read_ahead(loader, lambda batch: [(table, batch[0].repeat(3))]) if reads_ahead else loader
-    for (keys,) in batches:
-        updater.zero_grad()
-        model(keys.repeat(3)).mean().backward()
-        updater.step()
 
 
 @pytest.mark.parametrize(("strategy", "dtype"), [("ps-bsp", torch.bfloat16), ("ps-ssp:row_staleness=1", torch.float16)])
@@ -476,17 +352,3 @@ def copy_model(worker: Worker, out: Path) -> None:
         torch.save(model, out / "model.pt")
     with pytest.raises(UsageError, match="table 'users': the servers update its rows"):
         model.users.update()
-
-
-@pytest.mark.parametrize("separator", ["::", "\t", ","])
-def test_ratings_of_movielens_are_read(separator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "recipes" / "embeddings")
-    ratings = importlib.import_module("ratings")
-    file = tmp_path / "ratings"
-    lines = [["userId", "movieId", "rating", "timestamp"], ["1", "661", "3.5", "97"], ["6040", "2", "5", "98"]]
-    file.write_text("\n".join(separator.join(line) for line in lines))
-    users, items, values = ratings.read(file)
-    assert (users.tolist(), items.tolist(), values.tolist()) == ([1, 6040], [661, 2], [3.5, 5.0])
-    file.write_text("\n".join(separator.join(line) for line in [*lines, ["one", "2", "3"]]))
-    with pytest.raises(ValueError, match="line 4"):
-        ratings.read(file)

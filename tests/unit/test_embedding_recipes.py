@@ -239,3 +239,16 @@ def test_words_of_a_topic_come_together(corpus: ModuleType, tmp_path: Path) -> N
     vectors = F.normalize(read_model_file(tmp_path / "run" / ROWS_FILE)["words.rows"])
     nearest = (vectors @ vectors.T - 2 * torch.eye(len(words))).argmax(dim=1).tolist()
     assert sum(words[each][0] == word[0] for word, each in zip(words, nearest, strict=True)) > 0.9 * len(words)
+
+
+@pytest.mark.parametrize("separator", ["::", "\t", ","])
+def test_ratings_of_movielens_are_read(separator: str, tmp_path: Path) -> None:
+    (ratings,) = module("ratings")
+    file = tmp_path / "ratings"
+    lines = [["userId", "movieId", "rating", "timestamp"], ["1", "661", "3.5", "97"], ["6040", "2", "5", "98"]]
+    file.write_text("\n".join(separator.join(line) for line in lines))
+    users, items, values = ratings.read(file)
+    assert (users.tolist(), items.tolist(), values.tolist()) == ([1, 6040], [661, 2], [3.5, 5.0])
+    file.write_text("\n".join(separator.join(line) for line in [*lines, ["one", "2", "3"]]))
+    with pytest.raises(ValueError, match="line 4"):
+        ratings.read(file)

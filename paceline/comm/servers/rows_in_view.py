@@ -155,9 +155,15 @@ class RowsSeen:
         """Whether a server has columns that this does not know."""
         return [board.words[_COLUMNS] for board in self._boards] != self._num_columns
 
-    def read(self, table: int, keys: Tensor) -> Tensor | None:
+    def look(self, table: int, keys: Tensor) -> Tensor | None:
         """A copy of the rows of these keys, none of which has changed meanwhile; none: the servers are to be asked,
         which change them all the time, or have new columns."""
+        own = self._tables[table]
+        looked = self._unchanged(lambda: own.read(keys))
+        return None if looked is None else looked[1]
+
+    def read(self, table: int, keys: Tensor) -> Tensor | None:
+        """As `look`, for keys of which none comes twice, and whose places are kept for `find`."""
         own = self._tables[table]
         looked = self._unchanged(lambda: own.read(keys))
         if looked is None:
@@ -249,7 +255,8 @@ class _SideBySide:
         """Of each key, where its row is among those of all servers; below 0 where it has none."""
         if self._known is None:
             return self._look_up(keys)
-        places = find_listed(keys, self._known).numpy()
+        places = self._known.index_select(0, keys).numpy()
+        places -= 1
         if len(places) and places.min() < 0:
             (new,) = (places < 0).nonzero()
             places[new] = self._look_up(keys[new])

@@ -123,7 +123,8 @@ class TableSpec:
         if keys.is_floating_point() or keys.is_complex() or keys.dtype is torch.bool:
             raise UsageError(f"table {self.name!r}: keys are whole numbers, and these are {keys.dtype}: {_some(keys)}")
         keys = keys.long()
-        if keys.numel() and not 0 <= min(ends := [int(end) for end in keys.aminmax()]) <= max(ends) < self.num_rows:
+        # One pass: what is below 0 is at least 2**63 without its sign.
+        if keys.numel() and int(keys.cpu().numpy().view("u8").max()) >= self.num_rows:
             key = int(keys[(keys < 0) | (keys > self.num_rows - 1)][0])
             raise UsageError(f"table {self.name!r} has rows 0 to {self.num_rows - 1}, and none of key {key}")
         return keys

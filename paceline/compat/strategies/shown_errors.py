@@ -13,7 +13,8 @@ def show_marked_alone() -> None:
 
     def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if getattr(error, MARK, False):
-            print(error if isinstance(error, KeyboardInterrupt) else f"error: {error}", file=sys.stderr)
+            is_interrupt = isinstance(error, KeyboardInterrupt)
+            print(str(error) or "interrupted" if is_interrupt else f"error: {error}", file=sys.stderr)
         else:
             before(kind, error, trace)
 

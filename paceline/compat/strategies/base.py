@@ -216,7 +216,8 @@ class DistributionStrategy(ABC):
             raise UsageError(
                 f"{self.name} is {name_of(self.strategy)} with {self.num_workers} worker(s) and {own.num_servers} "
                 f"server(s), and this run is {name_of(worker.strategy)} with {num_workers} and {traits.num_servers}; "
-                f"start it with {self.name}(...).run(...), or as {self.command}"
+                f"leave its numbers out for those of any run, or start it with {self.name}(...).run(...), or as "
+                f"{self.command}"
             )
         if self._device not in ("auto", worker.device.type):
             raise UsageError(

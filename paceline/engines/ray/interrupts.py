@@ -23,9 +23,7 @@ class Interrupted(KeyboardInterrupt):
         has_begun: to train. Before, nobody knows whether the script has checkpoints of its own.
     """
 
-    def __init__(
-        self, directory: Path, iteration: int | None = None, *, how: str = "", has_begun: bool = True
-    ) -> None:
+    def __init__(self, directory: Path, iteration: int | None = None, *, how: str = "", has_begun: bool = True) -> None:
         from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE  # here, because it loads torch
 
         self.directory, self.iteration = directory, iteration

@@ -1,7 +1,6 @@
 """torch.distributed among the workers of a run, for frameworks that ask it who is there."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from functools import partial
@@ -46,11 +45,17 @@ def join_group(worker: Worker) -> None:
 
 
 def _file_store(worker: Worker, world: World) -> Store:
-    """Where all are on one host. Its directory goes with the first worker's world."""
-    own = tempfile.mkdtemp(prefix="paceline-") if worker.rank == 0 else ""
-    if own:
-        world.at_release.append(partial(shutil.rmtree, own, ignore_errors=True))
-    return FileStore(str(Path(worker.broadcast_object(own)) / "group"), worker.size)
+    """Where all are on one host. Its file goes with the first worker's world.
+
+    It has no directory of its own: torch's store, which opens its file once more as it goes, would wait for one that is
+    gone until its timeout, and then end the process.
+    """
+    own = ""
+    if worker.rank == 0:
+        file, own = tempfile.mkstemp(prefix="paceline-group-")
+        os.close(file)
+        world.at_release.append(partial(Path(own).unlink, missing_ok=True))  # the last one to go may have removed it
+    return FileStore(worker.broadcast_object(own), worker.size)
 
 
 def _put_back(before: Mapping[str, str | None]) -> None:

@@ -54,7 +54,7 @@ class Progress:
             elif isinstance(record, EventRecord) and record.name == "not_saved":
                 self.not_saved = str(record.details["error"])
             elif isinstance(record, EventRecord) and record.name == "saves_itself":
-                self.how_to_go_on = f"this script has checkpoints of its own: {record.details['how']}"
+                self.how_to_go_on = f"this script saves by itself: {record.details['how']}"
 
 
 class LauncherLost(NamedTuple):

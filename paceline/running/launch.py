@@ -244,7 +244,7 @@ def run(
     except Interrupted:
         raise
     except KeyboardInterrupt:
-        raise Interrupted(directory) from None
+        raise Interrupted(directory, has_begun=virtual is not None) from None
     return Result(directory)
 
 

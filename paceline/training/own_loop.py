@@ -12,6 +12,8 @@ from paceline.records import StepRecord
 from paceline.training import own_options
 from paceline.training.worker_run import WorkerRun
 
+_GOES_ON = "run it again with another --out; it goes on where it loads what it has saved"
+
 
 @final
 class OwnLoop:
@@ -45,6 +47,8 @@ class OwnLoop:
             return False
         if not self._has_begun:
             self._has_begun = True
+            if not self._run.goes_on_by:
+                self._run.tell("saves_itself", {"how": _GOES_ON})
             self._run.tell("training")
         self._samples, self._began_s, self._exchanged_s = num_samples, self._run.clock.now_s, 0.0
         self._run.clock.resume()

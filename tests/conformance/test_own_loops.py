@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import paceline
+from paceline.engines.ray.interrupts import Interrupted
+from paceline.engines.standing import Progress
 from paceline.errors import RunFailed
 from tests.conformance import local_engine, virtual_engine
 from tests.conformance.local_engine import STOP_FILE
@@ -62,6 +64,10 @@ def test_an_interrupt_ends_all_workers_at_one_step(tmp_path: Path) -> None:
     result = local_engine.run(program, strategy="all-reduce", workers=WORKERS, out=tmp_path)
     assert result.iteration < STEPS
     assert {np.load(tmp_path / f"{rank}.npy")[0] for rank in range(WORKERS)} == {result.iteration}
+    progress = Progress()
+    progress.take(result.events)
+    said = str(Interrupted(tmp_path, how=progress.how_to_go_on))
+    assert said.startswith("interrupted; this script saves by itself: run it again with another --out"), said
 
 
 NUMBERS = 100_000  # that take their time on a simulated network

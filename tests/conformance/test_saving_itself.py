@@ -34,7 +34,7 @@ def test_the_run_saves_nothing_and_says_how_to_go_on(tmp_path: Path) -> None:
     progress = Progress()
     progress.take(read_records(tmp_path, EventRecord))
     said = str(Interrupted(tmp_path, how=progress.how_to_go_on))
-    assert said == "interrupted; this script has checkpoints of its own: run it again with --load it"
+    assert said == "interrupted; this script saves by itself: run it again with --load it"
 
 
 GIVEN: list[dict[str, Any]] = [

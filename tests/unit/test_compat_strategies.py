@@ -138,11 +138,8 @@ def test_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
     resolver = TFConfigClusterResolver()
     assert resolver.cluster_spec == {job: tuple(hosts) for job, hosts in HOSTS.items()}
     assert resolver.task == Task("chief", 0)
-    assert (resolver.num_tasks("chief", "worker"), resolver.num_hosts("chief", "worker"), resolver.num_tasks("x")) == (
-        4,
-        3,
-        0,
-    )
+    assert (resolver.num_tasks("chief", "worker"), resolver.num_tasks("x")) == (4, 0)
+    assert resolver.hosts("chief", "worker") == ("a", "b", "c")
     assert ParameterServerStrategy().num_workers == 3
     assert ParameterServerStrategy(workers=2).num_workers == 2
     assert MirroredStrategy(workers=2).num_workers == 2
@@ -170,18 +167,25 @@ def test_how_errors_are_shown_changes_once_and_not_by_importing() -> None:
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=300)
 
 
-def test_a_script_under_a_wrong_cluster_says_one_line() -> None:
-    """And other errors are shown as ever."""
-    script = "from paceline.compat.strategies import MultiWorkerMirroredStrategy as S; S()"
-    wrong = config(cluster={"worker": ["a:1", "b"]})
-    wanted = {wrong: r"error: TF_CONFIG\.cluster\.worker\[1\] .*\n", "": "Traceback(.|\n)*: on purpose\n"}
-    for text, said in wanted.items():
-        command = [sys.executable, "-c", script if text else f"{script}; raise ValueError('on purpose')"]
-        done = subprocess.run(
-            command, env={**os.environ, "TF_CONFIG": text}, capture_output=True, text=True, check=False, timeout=300
-        )
-        assert done.returncode == 1
-        assert re.fullmatch(said, done.stderr), done.stderr
+@pytest.mark.parametrize(
+    ("text", "then", "said"),
+    [
+        (config(cluster={"worker": ["a:1", "b"]}), "", r"error: TF_CONFIG\.cluster\.worker\[1\] .*\n"),
+        ('{"cluster": {"worker": ["a:1", "b:1"]}}', "S().run(print)", r"error: .* \(a, b\).* RAY_ADDRESS.*\n"),
+        ("", "S(workers=2).run(print, engine='none')", "error: unknown engine 'none'.*\n"),
+        ("", "raise ValueError('on purpose')", r"Traceback(.|\n)*: on purpose\n"),
+    ],
+    ids=["wrong", "hosts that no Ray cluster has", "a wrong setting", "another error"],
+)
+def test_what_a_script_cannot_have_is_one_line(text: str, then: str, said: str) -> None:
+    """And other errors are shown as ever. Nothing is started."""
+    script = f"from paceline.compat.strategies import MultiWorkerMirroredStrategy as S; S(); {then}"
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"TF_CONFIG": text}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(said, done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -308,7 +312,7 @@ def test_without_waiting_each_gradient_is_an_update(tmp_path: Path) -> None:
                 TFConfigClusterResolver(config(cluster={"worker": ["a:1", "b:1"]}, task={"type": "worker", "index": 0}))
             ),
             1,
-            "MultiWorkerMirroredStrategy is of several hosts by TF_CONFIG, and all 2 workers are on this one",
+            r"is of 2 hosts by TF_CONFIG \(a, b\), and all 2 workers would be on this one",
         ),
     ],
 )

@@ -10,9 +10,10 @@ from typing import Any
 
 import paceline
 from paceline.compat.strategies.cluster_resolver import TFConfigClusterResolver
+from paceline.compat.strategies.shown_errors import show_alone
 from paceline.config import DeviceChoice
 from paceline.engines.world import current
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.records import EventRecord
 from paceline.running.result import Result
 from paceline.strategies import name_of, settings_of
@@ -28,6 +29,7 @@ _ELSEWHERE = {
     "gather": "worker.all_gather(tensor)",
     "extended": "an optimizer that worker.prepare has been given exchanges in step()",
 }
+_MOST_NAMED = 3  # hosts in a message, beside the first
 _GIVEN_BY_NAME = ("strategy", "workers", "options", "device", "deadline_s")
 
 
@@ -44,7 +46,7 @@ class DistributionStrategy(ABC):
         device: where they compute.
         is_of_one_host: workers on several hosts are refused.
         resolver: the cluster that TensorFlow's variable describes, whose first task alone starts runs.
-        spans_hosts: several workers on one host alone are refused.
+        hosts: where it says that the workers are; of several, a run on one host alone is refused.
         deadline_s: how long a wait for a peer may take; none: Paceline's own.
         takes_any_servers: a run may have another number of them than the strategy.
     """
@@ -59,7 +61,7 @@ class DistributionStrategy(ABC):
         device: DeviceChoice = "auto",
         is_of_one_host: bool = False,
         resolver: TFConfigClusterResolver | None = None,
-        spans_hosts: bool = False,
+        hosts: Sequence[str] = (),
         deadline_s: float | None = None,
         takes_any_servers: bool = False,
     ) -> None:
@@ -68,7 +70,7 @@ class DistributionStrategy(ABC):
         self.strategy: Strategy = strategy
         """The strategy of Paceline's that does the same."""
         self._workers, self._default, self._device = workers, default, device
-        self._is_of_one_host, self._spans_hosts = is_of_one_host, spans_hosts
+        self._is_of_one_host, self._hosts = is_of_one_host, tuple(hosts)
         self._resolver, self._deadline_s = resolver, deadline_s
         self._servers = None if takes_any_servers else strategy.traits.num_servers
         if not _is_launched():
@@ -182,15 +184,23 @@ class DistributionStrategy(ABC):
         return self._launch(path, {"arguments": arguments, **settings})
 
     def _launch(self, program: Any, settings: Mapping[str, Any]) -> Result:
+        from paceline.engines.ray.nodes import is_of_this_host_alone  # here, because it loads Ray
+
         for name in _GIVEN_BY_NAME:
             if name in settings and (name != "deadline_s" or self._deadline_s is not None):
                 raise UsageError(f"{name} is given by {self.name}, and cannot be a setting of its run")
         if self._resolver is not None:
             self._resolver.require_starts(who=self.name)
         waits: dict[str, Any] = {} if self._deadline_s is None else {"deadline_s": self._deadline_s}
-        return paceline.run(
-            program, strategy=self.strategy, workers=self.num_workers, device=self._device, **waits, **settings
-        )
+        try:
+            if settings.get("engine") != "virtual" and is_of_this_host_alone(settings.get("address")):
+                self._require_hosts(self.num_workers)
+            return paceline.run(
+                program, strategy=self.strategy, workers=self.num_workers, device=self._device, **waits, **settings
+            )
+        except (PacelineError, KeyboardInterrupt) as error:
+            show_alone(error)
+            raise
 
     def _require_same(self, worker: Worker) -> None:
         world = current()
@@ -206,7 +216,8 @@ class DistributionStrategy(ABC):
             raise UsageError(
                 f"{self.name} is {name_of(self.strategy)} with {self.num_workers} worker(s) and {own.num_servers} "
                 f"server(s), and this run is {name_of(worker.strategy)} with {num_workers} and {traits.num_servers}; "
-                f"start it with {self.name}(...).run(...), or as {self.command}"
+                f"leave its numbers out for those of any run, or start it with {self.name}(...).run(...), or as "
+                f"{self.command}"
             )
         if self._device not in ("auto", worker.device.type):
             raise UsageError(
@@ -216,11 +227,20 @@ class DistributionStrategy(ABC):
         is_on_one = world.context.local_size == num_workers
         if self._is_of_one_host and not is_on_one:
             raise UsageError(f"{self.name} is of one host, and this run's workers are on several")
-        if self._spans_hosts and is_on_one and num_workers > 1:
-            raise UsageError(
-                f"{self.name} is of several hosts by TF_CONFIG, and all {num_workers} workers are on this one; start "
-                "Ray on the others, and name its cluster with address= or RAY_ADDRESS"
-            )
+        if is_on_one:
+            self._require_hosts(num_workers)
+
+    def _require_hosts(self, num_here: int) -> None:
+        """Raise UsageError if so many workers, all on this host, are meant to be on several."""
+        if len(self._hosts) < 2 or num_here < 2:
+            return
+        first, *others = self._hosts
+        named = f"{first}, {', '.join(others[:_MOST_NAMED])}{', ...' if len(others) > _MOST_NAMED else ''}"
+        raise UsageError(
+            f"{self.name} is of {len(self._hosts)} hosts by TF_CONFIG ({named}), and all {num_here} workers would be "
+            "on this one: no Ray cluster has the others. Start one over them (docs/cluster.md), and name it with "
+            "address= or RAY_ADDRESS; or leave TF_CONFIG out, and give workers="
+        )
 
 
 def _in_scope(

@@ -2,12 +2,12 @@
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, final
 
+from paceline.compat.strategies.shown_errors import show_marked_alone
 from paceline.engines.world import current
 from paceline.errors import UsageError, unknown
 
@@ -19,22 +19,9 @@ _MOST_SHOWN = 60  # characters of a value in an error message
 
 
 class WrongTFConfig(UsageError):
-    """TF_CONFIG says what cannot be. Where nobody catches it, Python shows its message alone: by a traceback the script
-    would look wrong."""
+    """TF_CONFIG says what cannot be. Where nobody catches it, Python shows its message alone."""
 
-
-def _show_message_alone() -> None:
-    """Have Python show a WrongTFConfig as its message, and all else as before. Once, however often it is called."""
-    before = getattr(sys.excepthook, "before", sys.excepthook)
-
-    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, WrongTFConfig):
-            print(f"error: {error}", file=sys.stderr)
-        else:
-            before(kind, error, trace)
-
-    shown.before = before  # type: ignore[attr-defined]
-    sys.excepthook = shown
+    is_message_enough = True
 
 
 @dataclass(frozen=True)
@@ -61,7 +48,7 @@ class TFConfigClusterResolver:
 
     def __init__(self, text: str | None = None) -> None:
         if text is None and current() is None:  # a run shows its workers' errors itself
-            _show_message_alone()
+            show_marked_alone()
         self._cluster, self._task = _read(os.environ.get(VARIABLE) if text is None else text)
 
     @property
@@ -78,9 +65,9 @@ class TFConfigClusterResolver:
         """How many tasks these jobs have together: 0 if the cluster lacks them."""
         return len(self._addresses(jobs))
 
-    def num_hosts(self, *jobs: str) -> int:
-        """On how many hosts the tasks of these jobs are."""
-        return len({address.rpartition(":")[0] for address in self._addresses(jobs)})
+    def hosts(self, *jobs: str) -> tuple[str, ...]:
+        """The hosts that the tasks of these jobs are on, each once."""
+        return tuple(dict.fromkeys(address.rpartition(":")[0] for address in self._addresses(jobs)))
 
     def _addresses(self, jobs: tuple[str, ...]) -> list[str]:
         return [address for job in jobs for address in self._cluster.get(job, ())]

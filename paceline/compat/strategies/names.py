@@ -137,7 +137,7 @@ class MultiWorkerMirroredStrategy(DistributionStrategy):
             communication.strategy(),
             workers=workers,
             resolver=resolver,
-            spans_hosts=resolver is not None and resolver.num_hosts("chief", "worker") > 1,
+            hosts=resolver.hosts("chief", "worker") if resolver is not None else (),
             deadline_s=communication.timeout_seconds,
         )
 
@@ -185,7 +185,7 @@ class ParameterServerStrategy(DistributionStrategy):
             ParameterServer(consistency="asp", servers=servers),
             workers=workers,
             resolver=resolver,
-            spans_hosts=resolver is not None and resolver.num_hosts("worker") > 1,
+            hosts=resolver.hosts("worker") if resolver is not None else (),
             takes_any_servers=takes_any_servers,
         )
 

@@ -20,9 +20,10 @@ class Interrupted(KeyboardInterrupt):
         directory: of the run's results.
         iteration: of the checkpoint there, where that is known.
         how: it goes on, where the script has checkpoints of its own.
+        has_begun: to train. Before, nobody knows whether the script has checkpoints of its own.
     """
 
-    def __init__(self, directory: Path, iteration: int | None = None, *, how: str = "") -> None:
+    def __init__(self, directory: Path, iteration: int | None = None, *, how: str = "", has_begun: bool = True) -> None:
         from paceline.checkpoint import FILE_NAME as CHECKPOINT_FILE  # here, because it loads torch
 
         self.directory, self.iteration = directory, iteration
@@ -30,7 +31,11 @@ class Interrupted(KeyboardInterrupt):
             super().__init__(f"interrupted; {how}")
             return
         if not (directory / CHECKPOINT_FILE).exists():
-            super().__init__(f"interrupted before anything was saved; {directory} has no checkpoint to resume from")
+            super().__init__(
+                f"interrupted before anything was saved; {directory} has no checkpoint to resume from"
+                if has_begun
+                else f"interrupted before it trained; give the same command again, with another --out than {directory}"
+            )
             return
         where = "" if iteration is None else f" at iteration {iteration}"
         remedy = f"the same command with --resume {directory} goes on from there"

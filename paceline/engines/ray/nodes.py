@@ -52,6 +52,15 @@ def chosen_address(address: str | None) -> str | None:
     return None if named in ("", "local") else named
 
 
+def is_of_this_host_alone(address: str | None) -> bool:
+    """Whether a run would start a Ray of its own on this host: no cluster is named or connected to, and no job spans
+    several hosts. Raises UsageError as `from_environment`."""
+    if ray.is_initialized() or chosen_address(address) is not None:
+        return False
+    allocation = from_environment(os.environ, socket.gethostname())
+    return allocation is None or len(allocation.hosts) == 1
+
+
 @contextmanager
 def connected(address: str | None, *, insecure: bool = False, num_workers: int = 0) -> Iterator[None]:
     """A connection to the cluster at the chosen address, or to one started here that ends with the run.

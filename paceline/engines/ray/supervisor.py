@@ -96,7 +96,10 @@ class Supervisor:
             if why is not None:  # a job in a queue, say, must not think that it can go on from there
                 raise RunFailed(f"interrupted, and the last checkpoint is not saved: {why}") from None
             saved = iteration_of(self._directory / FILE_NAME)
-            raise Interrupted(self._directory, saved, how=self._controller.progress.how_to_go_on) from None
+            progress = self._controller.progress
+            raise Interrupted(
+                self._directory, saved, how=progress.how_to_go_on, has_begun=progress.phase == "training"
+            ) from None
         except PacelineError as failure:
             with contextlib.suppress(KeyboardInterrupt, PacelineError):  # it ends anyway, and is to say why
                 self._abort(str(failure))

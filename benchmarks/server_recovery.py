@@ -21,6 +21,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from peers.deaths import committed
 from recovery import train
 from report import tell
 from rich.table import Table
@@ -53,13 +54,13 @@ def ends_of_steps(args: argparse.Namespace, strategy: str, *, replicas: int, kil
             striking.join()
             names = [json.loads(line)["name"] for line in (out / "events.jsonl").read_text().splitlines()]
             assert names.count("taken_over") == 1
-        ends_s = [float(line) for line in Path(directory, "steps-0").read_text().split()]
+        ends_s = [each.when_s for each in committed(Path(directory))]
     return ends_s, struck_s[0] if struck_s else 0.0
 
 
 def _strike(out: Path, steps: Path, when: int, struck_s: list[float]) -> None:
     """Kill the last server once the first worker has taken so many steps."""
-    while not steps.exists() or len(steps.read_text().split()) < when:
+    while not steps.exists() or len(steps.read_text().splitlines()) < when:
         time.sleep(0.01)
     first = json.loads((out / "events.jsonl").read_text().splitlines()[0])
     pids = {name: pid for name, pid in first["details"]["pids"].items() if name.startswith("server")}

@@ -74,7 +74,7 @@ def own_run(contender: str, directory: str, args: argparse.Namespace) -> None:
         partial(train, args.batch_size, directory, args.model, dies=is_elastic),
         workers=args.workers,
         elastic=f"1:{args.workers}" if is_elastic else None,
-        global_batch="grow" if is_elastic else "keep",
+        global_batch="grow" if is_elastic else None,
         max_steps=last_step(args.workers) if is_elastic else last_step(1),
         out=f"{directory}/out",
         watcher=Quiet(),

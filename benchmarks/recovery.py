@@ -47,6 +47,8 @@ NEAR_S = 1.5
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ("elastic", "all-reduce")
 PEERS = ("torchrun", "ray-train", "torchft")
+# torchrun: by default workers that are started again find the addresses of those before them in a store, and fail.
+PEERS_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Found(NamedTuple):
@@ -95,7 +97,7 @@ def peer_run(contender: str, directory: str, args: argparse.Namespace) -> None:
         "ray-train": [sys.executable, "-m", "benchmarks.peers.elastic_ray_train", *ours, *number],
         "torchft": [args.torchft, "-m", "benchmarks.peers.elastic_torchft", *ours, *number],
     }[contender]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environment = {**os.environ, **PEERS_ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     with open(f"{directory}/output", "w") as output:
         subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 

@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--directory", required=True)
     args = parser.parse_args()
-    ray.init(num_cpus=args.workers + 1, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=args.workers + 1, include_dashboard=False, log_to_driver=False)
     failures = FailureConfig(max_failures=args.workers - 1)
     TorchTrainer(
         train,

@@ -117,8 +117,8 @@ def test_who_leaves_may_leave_too_few_when_another_has_died(tmp_path: Path, ray_
     with meanwhile(tmp_path, {5: 2}) as said, pytest.raises(RunFailed, match=told):
         trained(tmp_path, "--epochs", 3, *held(5), "--fail", "1:6:kill", workers=3, elastic="2:3")
     assert said == ["3 workers train; 1 leave after their present step"]
-    events = [(event["name"], event["who"]) for event in events(tmp_path / "out")]
-    assert [event for event in events if event[0] in ("lost", "left", "failed")] == [
+    found = [(event["name"], event["who"]) for event in events(tmp_path / "out")]
+    assert [event for event in found if event[0] in ("lost", "left", "failed")] == [
         ("lost", "worker-1"),
         ("left", "worker-2"),
         ("failed", "run"),

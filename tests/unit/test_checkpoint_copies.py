@@ -265,7 +265,7 @@ def test_flipped_bits_of_a_copy_are_noticed(tmp_path: Path) -> None:
         checkpoint_copies.find(f"file://{tmp_path}")
 
 
-# --- places that fail ---------------------------------------------------------------------------------------------------
+# --- places that fail -------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -290,11 +290,16 @@ def test_a_place_that_hangs_is_told_of_and_holds_up_no_run(tmp_path: Path, monke
     copies = CheckpointCopies(address, tmp_path, keep=2)
     copies.claim({"id": "a"}, iteration=0, drops_later=False)
     told = f"last checkpoint is in {tmp_path}, and not at {address}: nothing of it has moved for 1.5 s"
-    with standing_still(there / "checkpoint-1.pt"), pytest.raises(RunFailed, match=told), copies.kept(said.append):
-        files = CheckpointFiles(tmp_path, keep=2)
-        files.write([checkpoint_of(1)])
-        assert wait_until(lambda: said)
-        files.write([checkpoint_of(2)])  # nobody waits for the copy
+
+    def train() -> None:
+        with copies.kept(said.append):
+            files = CheckpointFiles(tmp_path, keep=2)
+            files.write([checkpoint_of(1)])
+            assert wait_until(lambda: said)
+            files.write([checkpoint_of(2)])  # nobody waits for the copy
+
+    with standing_still(there / "checkpoint-1.pt"), pytest.raises(RunFailed, match=told):
+        train()
     assert said[:2] == [  # what is said when the place goes on, after the run's end, does not matter
         f"a copy to {address} has stood still for 0.5 s; the run goes on",
         f"copying the last checkpoint to {address}",

@@ -1,11 +1,11 @@
-"""How long it takes from a worker's SIGKILL to the next committed step, beside systems that also go on, and how long the
-others pause when one joins.
+"""How long it takes from a worker's SIGKILL to the next committed step, beside other systems that go on, and how long
+the others pause when one joins.
 
 In each run all workers but one die, one after another, in the middle of a step. `--only` says whose runs: `elastic` are
-Paceline's; `torchrun` and `ray-train` start all workers again from a checkpoint of every tenth step, and have one
-process a worker from the start to the end; `torchft` goes on with those who are left, as Paceline does (`--torchft`: a
-Python that has it). `all-reduce` is Paceline without `--elastic`, in which nobody dies: for what a step takes. All run
-one after another in every round, so that a change of the machine's mood meets all of them.
+Paceline's; `torchrun` and `ray-train` end all workers and start as many again, from a checkpoint of every tenth step;
+`torchft` goes on with those who are left, as Paceline does (`--torchft`: a Python that has it, as
+`python tests/apart.py torchft` makes one). In `all-reduce`, Paceline without `--elastic`, nobody dies: it is there for
+what a step takes. All run one after another in every round, so that a change of the machine's mood meets all of them.
 
 With --joins one worker joins those that train instead, and the pause is the longest time between two steps of the first
 one while that happens, less the median.

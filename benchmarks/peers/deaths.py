@@ -41,7 +41,7 @@ def last_step(num_workers: int) -> int:
 
 @final
 class Diary:
-    """One worker's. Each but rank 0 dies in the backward pass of a step of its own, halfway between two checkpoints, and
+    """One worker's. Each but rank 0 dies in the backward pass of a step of its own, halfway between two checkpoints;
     where it is started again it lives."""
 
     def __init__(self, directory: str, rank: int, model: nn.Module, *, dies: bool = True) -> None:

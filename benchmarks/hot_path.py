@@ -2,15 +2,16 @@
 
 Every worker process holds one model for each contender and trains windows of them in turn, many times, so that a change
 of the machine's mood meets all of them. `plain` is PyTorch alone; `lockstep` adds a meeting of all workers after each
-step and nothing else; `-unchecked` leaves out all that watches over the script (docs/script.md); `elastic` is
-all-reduce with `--elastic`, in which nobody dies. Ratios are of windows within a round: their median, and the
-quartiles.
+step and nothing else; `ddp-gloo` is PyTorch's own DistributedDataParallel; `-unchecked` leaves out all that watches
+over the script (docs/script.md); `elastic` is all-reduce with `--elastic`, in which nobody dies. Ratios are of windows
+within a round: their median, and the quartiles.
 
     python benchmarks/hot_path.py --model convnet --batch-size 100
     python benchmarks/hot_path.py --model resnet18 --batch-size 4 --steps 6
     python benchmarks/hot_path.py --only plain all-reduce all-reduce-unchecked ps-bsp ps-bsp-unchecked --rounds 100
     python benchmarks/hot_path.py --only plain all-reduce ps-bsp ps-asp --checks
     python benchmarks/hot_path.py --only plain single --workers 1
+    python benchmarks/hot_path.py --only plain all-reduce elastic ddp-gloo
     python benchmarks/hot_path.py --only plain lockstep single all-reduce ps-bsp --model resnet18 --device cuda
     python benchmarks/hot_path.py --only plain lockstep ps-bsp --model resnet18 --batch-size 4 --steps 4 --servers 2
 """
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 from hot_path_checks import Spent, unchecked
-from hot_path_contenders import CONTENDERS, PLAIN, STRATEGIES, UNCHECKED, Servers, Worker
+from hot_path_contenders import CONTENDERS, MEETING_BY_ADDRESS, PLAIN, STRATEGIES, UNCHECKED, Servers, Worker
 from peers.workload import share_cores
 from report import tell
 from rich.table import Table
@@ -40,6 +41,8 @@ COMPARISONS = (
     ("all-reduce", "lockstep"),
     ("all-reduce", "plain"),
     ("elastic", "all-reduce"),
+    ("elastic", "ddp-gloo"),
+    ("ddp-gloo", "lockstep"),
     ("ps-bsp", "lockstep"),
     ("ps-bsp", "plain"),
     ("ps-asp", "plain"),
@@ -129,7 +132,7 @@ def measure(
         lines.append(mine)
     for process in processes:
         process.start()
-    for _ in range(sum(name.removesuffix(UNCHECKED) not in (*PLAIN, "single") for name in names)):
+    for _ in range(sum(name.removesuffix(UNCHECKED) in MEETING_BY_ADDRESS for name in names)):
         addresses = [line.recv() for line in lines]
         for line in lines:
             line.send(addresses)

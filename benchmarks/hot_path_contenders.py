@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +15,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from peers.workload import make_model, make_optimizer, train_step
 from throughput import FixedBatches, whole
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from paceline.comm.alone import AloneCollective
@@ -40,7 +45,9 @@ from paceline.training.session import Session
 PLAIN = ("plain", "lockstep")
 UNCHECKED = "-unchecked"
 STRATEGIES = ("single", "all-reduce", "elastic", "ps-bsp", "ps-asp")
-CONTENDERS = (*PLAIN, *STRATEGIES, *(f"{name}{UNCHECKED}" for name in STRATEGIES))
+DDP = "ddp-gloo"
+MEETING_BY_ADDRESS = (DDP, *STRATEGIES[1:])
+CONTENDERS = (*PLAIN, DDP, *STRATEGIES, *(f"{name}{UNCHECKED}" for name in STRATEGIES))
 DEADLINE_S = 60.0
 Step = Callable[[], None]
 
@@ -114,12 +121,14 @@ class Worker:
         self.clocks: dict[str, TrainingClock] = {}
 
     def step_of(self, name: str) -> Step:
-        model = make_model(self.model_name).to(self.device)
+        model: nn.Module = make_model(self.model_name).to(self.device)
         optimizer: Any = make_optimizer(model)
         data = FixedBatches(self.batch_size, seed=self.rank)
         loader: Any = DataLoader(data, batch_size=self.batch_size, collate_fn=whole)
-        optimizer.differs_by_rank = name in PLAIN
-        if name not in PLAIN:
+        optimizer.differs_by_rank = name in (*PLAIN, DDP)
+        if name == DDP:
+            model = self._parallel(model)
+        elif name not in PLAIN:
             session = self._session(name)
             self.clocks[name] = session.run.clock
             [loader] = session.prepare(told_apart((model, optimizer, loader), {})).values()
@@ -158,6 +167,14 @@ class Worker:
             self.meet()
 
         return both
+
+    def _parallel(self, model: nn.Module) -> nn.Module:
+        """PyTorch's own, over gloo."""
+        name = f"hot-path-{os.getpid()}-{time.time_ns()}"  # the store makes the file, and removes it
+        self.line.send(Path(tempfile.gettempdir(), name).as_uri())
+        meeting_point = self.line.recv()[0]
+        dist.init_process_group("gloo", init_method=meeting_point, rank=self.rank, world_size=self.size)
+        return DistributedDataParallel(model)
 
     def _session(self, contender: str) -> Session:
         name = contender.removesuffix(UNCHECKED)

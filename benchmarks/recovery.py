@@ -1,10 +1,17 @@
-"""How long it takes from a worker's SIGKILL to the next committed step, and how long the others pause when one joins.
+"""How long it takes from a worker's SIGKILL to the next committed step, beside other systems that go on, and how long
+the others pause when one joins.
 
-In each run all workers but one die, one after another, in the middle of a step. With --joins one worker joins those
-that train instead, and the pause is the longest time between two steps of the first one while that happens, less the
-median.
+In each run all workers but one die, one after another, in the middle of a step. `--only` says whose runs: `elastic` are
+Paceline's; `torchrun` and `ray-train` end all workers and start as many again, from a checkpoint of every tenth step;
+`torchft` goes on with those who are left, as Paceline does (`--torchft`: a Python that has it, as
+`python tests/apart.py torchft` makes one). In `all-reduce`, Paceline without `--elastic`, nobody dies: it is there for
+what a step takes. All run one after another in every round, so that a change of the machine's mood meets all of them.
 
-    python benchmarks/recovery.py --workers 4 --runs 3
+With --joins one worker joins those that train instead, and the pause is the longest time between two steps of the first
+one while that happens, less the median.
+
+    python benchmarks/recovery.py --workers 4 --runs 3 --only elastic
+    python benchmarks/recovery.py --workers 3 --runs 5 --torchft .venv/apart/torchft/bin/python
     python benchmarks/recovery.py --workers 2 --runs 3 --joins [--model resnet18 --batch-size 4] [--strategy ps-asp]
 """
 
@@ -13,16 +20,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
+from peers.deaths import Diary, Recovery, committed, last_step, recoveries, step_s
 from peers.workload import make_model, make_optimizer, train_step
 from report import tell
 from rich.table import Table
@@ -33,8 +43,17 @@ import paceline
 from paceline.engines import requests
 from paceline.running.launch import Quiet
 
-STEPS_APART = 40
 NEAR_S = 1.5
+ROOT = Path(__file__).resolve().parents[1]
+OWN = ("elastic", "all-reduce")
+PEERS = ("torchrun", "ray-train", "torchft")
+# torchrun: by default workers that are started again find the addresses of those before them in a store, and fail.
+PEERS_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+class Found(NamedTuple):
+    deaths: list[Recovery]
+    step_s: float
 
 
 def train(batch_size: int, directory: str, name: str = "convnet", *, dies: bool = True) -> None:
@@ -43,36 +62,74 @@ def train(batch_size: int, directory: str, name: str = "convnet", *, dies: bool 
     model = make_model(name)
     optimizer = make_optimizer(model)
     loader: Any = DataLoader(FixedBatches(batch_size, seed=worker.rank), batch_size=batch_size, collate_fn=whole)
+    diary = Diary(directory, worker.rank, model, dies=dies)
     model, optimizer, loader = worker.prepare(model, optimizer, loader)
-    first = next(model.parameters())
-    with open(f"{directory}/steps-{worker.rank}", "w", buffering=1) as file:
-        for step, batch in enumerate(loader, start=1):
-            if dies and worker.rank and step == STEPS_APART * worker.rank:
-                first.register_hook(partial(_die, f"{directory}/struck-{worker.rank}"))
-            train_step(model, optimizer, batch)
-            print(time.time(), file=file)
+    for step, batch in enumerate(loader, start=1):
+        diary.begin(step)
+        train_step(model, optimizer, batch)
+        diary.end(step)
 
 
-def _die(path: str, _: object) -> None:
-    Path(path).write_text(str(time.time()))
-    os.kill(os.getpid(), signal.SIGKILL)
+def own_run(contender: str, directory: str, args: argparse.Namespace) -> None:
+    is_elastic = contender == "elastic"
+    paceline.run(
+        partial(train, args.batch_size, directory, args.model, dies=is_elastic),
+        workers=args.workers,
+        elastic=f"1:{args.workers}" if is_elastic else None,
+        global_batch="grow" if is_elastic else None,
+        max_steps=last_step(args.workers) if is_elastic else last_step(1),
+        out=f"{directory}/out",
+        watcher=Quiet(),
+    )
 
 
-def recoveries_s(*, workers: int, batch_size: int) -> list[float]:
-    """One for each death of a run."""
+def peer_run(contender: str, directory: str, args: argparse.Namespace) -> None:
+    """Raises CalledProcessError where it fails."""
+    ours = ["--model", args.model, "--batch-size", str(args.batch_size), "--directory", directory]
+    number = ["--workers", str(args.workers)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.workers)]
+    command = {
+        "torchrun": [
+            sys.executable,
+            *launcher,
+            *("--max-restarts", str(args.workers - 1), "-m", "benchmarks.peers.elastic_torchrun", *ours),
+        ],
+        "ray-train": [sys.executable, "-m", "benchmarks.peers.elastic_ray_train", *ours, *number],
+        "torchft": [args.torchft, "-m", "benchmarks.peers.elastic_torchft", *ours, *number],
+    }[contender]
+    environment = {**os.environ, **PEERS_ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    with open(f"{directory}/output", "w") as output:
+        subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def measured(contender: str, args: argparse.Namespace) -> Found:
+    """One run's."""
     with tempfile.TemporaryDirectory() as directory:
-        paceline.run(
-            partial(train, batch_size, directory),
-            workers=workers,
-            elastic=f"1:{workers}",
-            global_batch="grow",
-            max_steps=STEPS_APART * (workers + 1),
-            out=f"{directory}/out",
-            watcher=Quiet(),
-        )
-        committed_s = sorted(float(line) for line in Path(f"{directory}/steps-0").read_text().split())
-        struck_s = [float(path.read_text()) for path in sorted(Path(directory).glob("struck-*"))]
-    return [next(end_s for end_s in committed_s if end_s > when_s) - when_s for when_s in struck_s]
+        (own_run if contender in OWN else peer_run)(contender, directory, args)
+        found = Found(recoveries(Path(directory)), step_s(Path(directory)))
+        assert len(found.deaths) == (0 if contender == "all-reduce" else args.workers - 1)
+        return found
+
+
+def table_of(found: dict[str, list[Found]], *, title: str) -> Table:
+    columns = ("deaths", "to the next step, s", "95 %", "most", "to a new step, s", "steps lost", "a step, ms")
+    table = Table("", *columns, title=title)
+    for contender, runs in found.items():
+        deaths = [death for run in runs for death in run.deaths]
+        took_ms = f"{1000 * statistics.median(run.step_s for run in runs):.1f}"
+        if not deaths:
+            table.add_row(contender, "0", *("-" * 5), took_ms)
+            continue
+        next_s = [death.next_s for death in deaths]
+        caught_up_s = statistics.median(death.caught_up_s for death in deaths)
+        times = (statistics.median(next_s), _percentile_95(next_s), max(next_s), caught_up_s)
+        lost = f"{statistics.median(death.lost_steps for death in deaths):.0f}"
+        table.add_row(contender, str(len(deaths)), *(f"{each:.2f}" for each in times), lost, took_ms)
+    return table
+
+
+def _percentile_95(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
 def pause_at_join_s(*, workers: int, batch_size: int, model: str, strategy: str) -> tuple[float, float]:
@@ -90,8 +147,8 @@ def pause_at_join_s(*, workers: int, batch_size: int, model: str, strategy: str)
                 watcher=Quiet(),
             )
         asking.join()
-        committed_s = [float(line) for line in Path(directory, "steps-0").read_text().split()]
-        entered_s = float(Path(directory, f"steps-{workers}").read_text().split()[0])
+        committed_s = [each.when_s for each in committed(Path(directory))]
+        entered_s = committed(Path(directory), rank=workers)[0].when_s
     gaps_s = [(after_s, after_s - before_s) for before_s, after_s in pairwise(committed_s)]
     before_s = statistics.median(gap_s for when_s, gap_s in gaps_s if when_s < entered_s - NEAR_S)
     return max(gap_s for when_s, gap_s in gaps_s if abs(when_s - entered_s) < NEAR_S) - before_s, before_s
@@ -113,32 +170,48 @@ def _have_one_join(out: Path, workers: int) -> None:
     requests.ask(out, {"do": "stop"})
 
 
+def tell_joins(args: argparse.Namespace) -> None:
+    given = {name: getattr(args, name) for name in ("workers", "batch_size", "model", "strategy")}
+    pauses = [pause_at_join_s(**given) for _ in range(args.runs)]
+    found = [pause_s for pause_s, _ in pauses]
+    title = f"Pause at a join, {args.model}, {args.strategy}"
+    table = Table("joins", "median s", "least", "most", "a step s", title=title)
+    step_s = statistics.median(step_s for _, step_s in pauses)
+    row = (statistics.median(found), min(found), max(found))
+    table.add_row(str(len(found)), *(f"{each:.3f}" for each in row), f"{step_s:.3f}")
+    tell([table], {"workload": vars(args), "pause_s": found, "step_s": step_s, "load": _load()})
+
+
+def tell_deaths(args: argparse.Namespace) -> None:
+    names = [name for name in (*OWN, *PEERS) if name in args.only and (name != "torchft" or args.torchft)]
+    found: dict[str, list[Found]] = {name: [] for name in names}
+    for _ in range(args.runs):
+        for name in names:
+            found[name].append(measured(name, args))
+            print(f"{name}: {found[name][-1]}, load average {_load()}", file=sys.stderr, flush=True)
+    table = table_of(found, title=f"SIGKILL to the next step, {args.workers} workers, {args.model}")
+    tell([table], {"workload": vars(args), "recovery_s": found, "load": _load()})
+
+
+def _load() -> str:
+    return ", ".join(f"{each:.1f}" for each in os.getloadavg())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--only", nargs="*", choices=(*OWN, *PEERS), default=(*OWN, *PEERS))
+    parser.add_argument("--torchft", metavar="PYTHON", help="has torchft; without it there are no runs of torchft")
     parser.add_argument("--joins", action="store_true", help="measure joins, one a run, instead of deaths")
-    parser.add_argument("--model", default="convnet", help="of the runs with joins")
+    parser.add_argument("--model", default="convnet")
     parser.add_argument("--strategy", default="all-reduce", help="of the runs with joins")
     args = parser.parse_args()
     if args.joins:
-        given = {name: getattr(args, name) for name in ("workers", "batch_size", "model", "strategy")}
-        pauses = [pause_at_join_s(**given) for _ in range(args.runs)]
-        found = [pause_s for pause_s, _ in pauses]
-        title = f"Pause at a join, {args.model}, {args.strategy}"
-        table = Table("joins", "median s", "least", "most", "a step s", title=title)
-        step_s = statistics.median(step_s for _, step_s in pauses)
-        row = (statistics.median(found), min(found), max(found))
-        table.add_row(str(len(found)), *(f"{each:.3f}" for each in row), f"{step_s:.3f}")
-        load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
-        tell([table], {"workload": vars(args), "pause_s": found, "step_s": step_s, "load": load})
-        print(f"load average {load}")
-        return
-    found = [each for _ in range(args.runs) for each in recoveries_s(workers=args.workers, batch_size=args.batch_size)]
-    table = Table("deaths", "median s", "least", "most", title=f"SIGKILL to the next step, {args.workers} workers")
-    table.add_row(str(len(found)), f"{statistics.median(found):.2f}", f"{min(found):.2f}", f"{max(found):.2f}")
-    tell([table], {"workload": vars(args), "recovery_s": found})
+        tell_joins(args)
+    else:
+        tell_deaths(args)
 
 
 if __name__ == "__main__":

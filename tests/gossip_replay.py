@@ -18,6 +18,7 @@ Batch = tuple[list[int], float]
 """Samples, and the weight that their gradient has."""
 Exchange = Mapping[int, Sequence[Batch]]
 """What each worker that takes part has trained on since the one before; one that joins on nothing."""
+NOBODY: Mapping[int, int] = {}
 
 
 @dataclass
@@ -83,14 +84,16 @@ class Replay:
         self._came: dict[tuple[int, int], tuple[Tensor, int]] = {}  # over a link, from the first place to the second
         self._slow: dict[int, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
 
-    def exchange(self, parts: Exchange, *, epoch: int) -> None:
+    def exchange(self, parts: Exchange, *, epoch: int, givers: Mapping[int, int] = NOBODY) -> None:
         """Local steps, and the exchange after them among those who take part.
 
         Args:
             epoch: of the membership; where it is another than before, weights and sums begin anew.
+            givers: whose state each of those who join has; of whom nothing is said, that of the first in the exchange
+                before. They differ where that one has died or left after it, before anybody gave his state.
         """
         ranks = sorted(parts)
-        joined = self._take_in(ranks)
+        joined = self._take_in(ranks, givers)
         steps = self._iteration + max(map(len, parts.values()))
         awc = self._order == "awc" and steps % self._every == 0  # at the end of a pass all steps are made
         for rank, batches in parts.items():
@@ -113,18 +116,17 @@ class Replay:
     def mean(self) -> Tensor:
         return torch.stack([worker.vector for worker in self.workers.values()]).mean(0)
 
-    def _take_in(self, ranks: Sequence[int]) -> list[int]:
-        """Who joins has what the first of the others had. Returns who does."""
-        joined = [rank for rank in ranks if self.workers and rank not in self.workers]
-        givers = [*self.workers.values()]
-        workers = {rank: self.workers.get(rank) or self._make() for rank in ranks}
+    def _take_in(self, ranks: Sequence[int], givers: Mapping[int, int]) -> list[int]:
+        """Returns who joins."""
+        before = self.workers
+        joined = [rank for rank in ranks if before and rank not in before]
+        self.workers = {rank: before.get(rank) or self._make() for rank in ranks}
         for rank in joined:
-            workers[rank].become(givers[0])
-        self.workers = workers
+            self.workers[rank].become(before[givers.get(rank, min(before))])
         for rank in ranks:
             self._weights.setdefault(rank, 1.0)
             if self._outer is not None and rank not in self._slow:
-                self._slow[rank] = self._slow_of(workers[rank])
+                self._slow[rank] = self._slow_of(self.workers[rank])
         return joined
 
     def _slow_of(self, worker: Replica) -> tuple[nn.Parameter, torch.optim.Optimizer]:

@@ -2,25 +2,31 @@
 
 import contextlib
 import json
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, TypeVar, cast, final
 
 from paceline import durable, sealing
-from paceline.checkpoint import FILE_NAME, Checkpoint, DamagedCheckpoint
+from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.config import RunConfig
 from paceline.engines.standing import Watcher
 from paceline.errors import RunFailed, UsageError
 from paceline.running import manifest
+from paceline.running.patience import Pulse, awaited
 from paceline.running.places import Place, is_address
 from paceline.running.resuming import BEST, NEWEST, Found, as_iteration
 from paceline.strategies.base import Strategy
 
+T = TypeVar("T")
 _LOOK_S = 0.5
 _SAY_S = 2.0
-_END_S = 600.0
+_ANSWER_S = 120.0  # before the run begins, nothing of it may move for so long
+_STILL_S = 60.0  # while it trains, it is said
+_END_S = 600.0  # and when it has ended well, it is given up
 _CUT_S = 30.0  # after an interrupt or a failure: who has sent it may not wait for longer
 _UNDER_WAY = ".checkpoint-copied.pt"
 
@@ -40,36 +46,49 @@ def _iterations(place: Place) -> list[int]:
 
 
 def find(address: str, which: str | int = NEWEST) -> Found:
-    """The copy to go on from; where the newest is damaged, the one before.
+    """The copy to go on from; where the newest is damaged or cannot be read, the one before.
 
     Args:
         which: `newest`, or an iteration.
 
     Raises:
         NothingThere: the address has no checkpoint.
-        UsageError: it has not the one that is asked for, or cannot be read.
+        UsageError: it has not the one that is asked for, none that is there can be read, or it does not answer.
     """
     if which == BEST:
         raise UsageError(f"{address} has copies of the newest checkpoints, not of the best; leave --from out")
-    place = Place.at(address)
-    there = _iterations(place)
+    pulse = Pulse()
+    return awaited(lambda: _found(Place.at(address, pulse), which), pulse, where=address, silent_s=_ANSWER_S)
+
+
+def _found(place: Place, which: str | int) -> Found:
+    address, there = place.address, _iterations(place)
     if not there:
         raise NothingThere(f"{address} has no checkpoint to go on from")
     wanted = there if which == NEWEST else [number for number in there if number == as_iteration(which)]
     if not wanted:
         numbers = ", ".join(map(str, sorted(there)))
         raise UsageError(f"{address} has no checkpoint of iteration {which}; there are {numbers}")
-    warnings: list[str] = []
+    errors: list[UsageError] = []
     for iteration in wanted:
-        raw, where = place.read(_name(iteration)), f"{address}/{_name(iteration)}"
+        where = f"{address}/{_name(iteration)}"
         try:
+            raw = _read(place, iteration)
             checkpoint = Checkpoint.decode(raw, where=where)
-        except DamagedCheckpoint as error:
-            warnings.append(str(error))
+        except UsageError as error:
+            errors.append(error)
             continue
         taken = f"; the run goes on from {where}"
-        return Found(where, raw, checkpoint, tuple(f"{warning}{taken}" for warning in warnings))
-    raise DamagedCheckpoint(warnings[0])
+        return Found(where, raw, checkpoint, tuple(f"{error}{taken}" for error in errors))
+    raise errors[0]
+
+
+def _read(place: Place, iteration: int) -> bytes:
+    """Raises UsageError that names the copy."""
+    try:
+        return place.read(_name(iteration))
+    except UsageError as error:
+        raise UsageError(f"{_name(iteration)}: {error}") from None
 
 
 def are_one(address: str, other: str) -> bool:
@@ -82,7 +101,8 @@ def id_of(run: str | Path) -> str | None:
     """Of the run whose result directory, or copies, are there; none where nothing says it."""
     with contextlib.suppress(UsageError, ValueError):
         if is_address(run):
-            return _id_at(Place.at(str(run)))
+            pulse = Pulse()
+            return awaited(lambda: _id_at(Place.at(str(run), pulse)), pulse, where=str(run), silent_s=_ANSWER_S)
         return cast(str | None, manifest.read(Path(run)).get("id"))
     return None
 
@@ -106,16 +126,20 @@ class CheckpointCopies:
     def __init__(self, address: str, directory: Path, *, keep: int) -> None:
         if not is_address(address):
             raise UsageError(f"--copy-checkpoints {address}: give an address, as file://{Path(address).resolve()}")
-        self._place, self._directory, self._keep = Place.at(address), directory, keep
+        self._pulse, self._directory, self._keep = Pulse(), directory, keep
+        self._place = self._awaited(lambda: Place.at(address, self._pulse), where=address)
         self._newest = directory / FILE_NAME
         self._began_at = 0
         self._dropped: list[int] = []
         self._seen: tuple[int, int] | None = None
         self._failure: str | None = None
+        self._is_copying = False
+        self._described: dict[str, Any] = {}
         self._is_over = threading.Event()
 
     def claim(self, described: dict[str, Any], *, iteration: int, drops_later: bool) -> None:
-        """Have the address for this run.
+        """Have the address for this run: it is empty, has the run's own copies, or those that the run goes on from and
+        of which nothing says any more whose they are.
 
         Args:
             described: what the manifest says.
@@ -123,11 +147,19 @@ class CheckpointCopies:
             drops_later: later copies than that go once there is a new one.
 
         Raises:
-            UsageError: the address cannot be written, has another run's copies, or later ones, which are to stay.
+            UsageError: the address cannot be written, has another run's copies, or later ones, which are to stay, or it
+                does not answer.
         """
+        claim = partial(self._claim, described, iteration=iteration, drops_later=drops_later)
+        self._awaited(claim, where=self._place.address)
+
+    def _claim(self, described: dict[str, Any], *, iteration: int, drops_later: bool) -> None:
         address, there = self._place.address, _iterations(self._place)
         is_taken = bool(there) or self._place.has(manifest.FILE_NAME)
-        if is_taken and id_of(address) != described["id"]:
+        resumed = described.get("resumed_from")
+        goes_on_here = resumed is not None and is_address(resumed) and are_one(resumed, address)
+        whose = id_of(address)
+        if is_taken and whose != described["id"] and not (whose is None and goes_on_here):
             raise UsageError(f"{address} is another run's; give an empty address, or --resume {address}")
         later = [number for number in there if number > iteration]
         if later and not drops_later:
@@ -135,9 +167,9 @@ class CheckpointCopies:
                 f"{address} has a later checkpoint, of iteration {later[0]}: --resume {address} goes on from there, "
                 f"and --from {iteration} goes back"
             )
-        self._began_at, self._dropped = iteration, later
+        self._began_at, self._dropped, self._described = iteration, later, described
         self._place.make()
-        self._place.write(manifest.FILE_NAME, json.dumps(described, indent=2).encode())
+        self._describe()
 
     @contextlib.contextmanager
     def kept(self, say: Callable[[str], None]) -> Iterator[None]:
@@ -147,27 +179,42 @@ class CheckpointCopies:
         Raises:
             RunFailed: the last one could not be copied, though the run has ended well.
         """
-        # Nobody waits for the thread at the end of the process: a network that hangs keeps no run from ending.
+        # Nobody waits for the threads at the end of the process: a network that hangs keeps no run from ending.
         thread = threading.Thread(target=self._serve, args=[say], name="paceline-copies", daemon=True)
         thread.start()
+        threading.Thread(target=self._watch, args=[say], name="paceline-copies-watched", daemon=True).start()
         try:
             yield
         except BaseException:
             self._end(thread, say, limit_s=_CUT_S)
             raise
-        self._end(thread, say, limit_s=_END_S)
-        failure = self._failure or (f"it took more than {_END_S:g} s" if thread.is_alive() else None)
+        self._end(thread, say)
+        failure = f"nothing of it has moved for {_END_S:g} s" if thread.is_alive() else self._failure
         if failure is not None:
             where = f"in {self._directory}, and not at {self._place.address}"
             raise RunFailed(f"the run has ended well, but its last checkpoint is {where}: {failure}")
 
-    def _end(self, thread: threading.Thread, say: Callable[[str], None], *, limit_s: float) -> None:
-        """Have the last one copied."""
+    def _end(self, thread: threading.Thread, say: Callable[[str], None], *, limit_s: float = math.inf) -> None:
+        """Have the last one copied, for so long, and while something moves."""
         self._is_over.set()
         thread.join(_SAY_S)
         if thread.is_alive():
             say(f"copying the last checkpoint to {self._place.address}")
-            thread.join(limit_s)
+        ends_s = time.monotonic() + limit_s
+        while thread.is_alive() and self._pulse.silent_s < _END_S and time.monotonic() < ends_s:
+            thread.join(_LOOK_S)
+
+    def _watch(self, say: Callable[[str], None]) -> None:
+        """Say it where a copy stands still, once each time."""
+        was_still = False
+        while not self._is_over.wait(_LOOK_S):
+            is_still = self._is_copying and self._pulse.silent_s > _STILL_S
+            if is_still and not was_still:
+                say(f"a copy to {self._place.address} has stood still for {_STILL_S:g} s; the run goes on")
+            was_still = is_still
+
+    def _awaited(self, work: Callable[[], T], *, where: str) -> T:
+        return awaited(work, self._pulse, where=where, silent_s=_ANSWER_S)
 
     def _serve(self, say: Callable[[str], None]) -> None:
         while not self._is_over.wait(_LOOK_S):
@@ -182,6 +229,8 @@ class CheckpointCopies:
             return
         self._seen = known
         copied = self._directory / _UNDER_WAY
+        self._pulse.beat()
+        self._is_copying = True
         try:
             durable.also(self._newest, copied)  # the run may have a newer one at any time
             self._copy(copied)
@@ -190,6 +239,7 @@ class CheckpointCopies:
             self._failure = f"{type(error).__name__}: {error}"
             say(f"a checkpoint is not copied to {self._place.address}: {self._failure}")
         finally:
+            self._is_copying = False
             copied.unlink(missing_ok=True)
 
     def _known(self) -> tuple[int, int] | None:
@@ -205,12 +255,18 @@ class CheckpointCopies:
         is_there = iteration == self._began_at and self._place.size_of(_name(iteration)) == source.stat().st_size
         if not is_there:
             self._place.put(source, _name(iteration))
+        if self._described and not self._place.has(manifest.FILE_NAME):
+            self._describe()
         for number in self._dropped:
             if number != iteration:
                 self._place.remove(_name(number))
         self._dropped.clear()
         for surplus in _iterations(self._place)[self._keep :]:
             self._place.remove(_name(surplus))
+
+    def _describe(self) -> None:
+        """Whose copies the address has: without it no run could claim them again."""
+        self._place.write(manifest.FILE_NAME, json.dumps(self._described, indent=2).encode())
 
 
 def claimed(

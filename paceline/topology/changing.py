@@ -27,7 +27,9 @@ class OnePeerExponential(Topology, name="one-peer"):
 
 @dataclass(frozen=True)
 class _Drawn(Topology):
-    """Draws that are the same on every worker, and repeat."""
+    """Draws that are the same on every worker, and repeat. Links count both ways."""
+
+    is_symmetric = True
 
     seed: int = field(default=0, kw_only=True)
     num_draws: int = field(default=64, kw_only=True)

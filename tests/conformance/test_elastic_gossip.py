@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -18,11 +18,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.checkpoint import Checkpoint
 from paceline.cluster.description import Cluster
-from paceline.elastic import Elastic
+from paceline.elastic import Elastic, Member
+from paceline.engines.virtual.survival.lives import Lives
+from paceline.engines.virtual.survival.reforming import VirtualReforming
 from paceline.outer import Momentum
 from paceline.running.result import Result
 from paceline.topology import Chain, OnePeerExponential, RandomPairs, Ring, Star
 from paceline.training.elastic import Survivor
+from paceline.training.joining import States
 from paceline.training.sharding.dealt import Dealt
 from paceline.training.sharding.part import Part, Place
 from tests.conformance.test_virtual_failures import CLUSTER, FAILING, SPOT, named
@@ -35,6 +38,8 @@ class Committed(NamedTuple):
     epoch: int
     """Of the membership."""
     parts: dict[int, list[Batch]]
+    givers: dict[int, int]
+    """Of those who have joined in it, whose state each has."""
 
 
 def make() -> Replica:
@@ -50,7 +55,8 @@ def committed(monkeypatch: pytest.MonkeyPatch) -> dict[int, Committed]:
     """What each exchange that all have applied was made of, with the weights at which batches were handed out."""
     found: dict[int, Committed] = {}
     handed_out: dict[int, list[Batch]] = defaultdict(list)
-    commit, parts = Survivor.commit, Dealt.parts
+    given_by: dict[int, int] = {}
+    commit, parts, take_up = Survivor.commit, Dealt.parts, States._taken_of
 
     def noted(dealt: Dealt, place: Place) -> Iterator[Part]:
         for part in parts(dealt, place):
@@ -62,11 +68,19 @@ def committed(monkeypatch: pytest.MonkeyPatch) -> dict[int, Committed]:
         member = survivor._member
         batches = [batch for batch in handed_out.pop(member.rank, []) if batch[1]]
         is_complete = commit(survivor)
-        one = found.setdefault(survivor._member.applied, Committed(member.membership.epoch, {}))
+        one = found.setdefault(survivor._member.applied, Committed(member.membership.epoch, {}, {}))
         assert one.epoch == member.membership.epoch
         one.parts[member.rank] = batches
+        if member.rank in given_by:
+            one.givers[member.rank] = given_by.pop(member.rank)
         return is_complete
 
+    def taken(states: States, said: list[Any]) -> Member:
+        member = take_up(states, said)
+        given_by[member.rank] = said[0]
+        return member
+
+    monkeypatch.setattr(States, "_taken_of", taken)
     monkeypatch.setattr(Survivor, "commit", written)
     monkeypatch.setattr(Dealt, "parts", noted)
     return found
@@ -81,6 +95,7 @@ def train(
     workers: int = WORKERS,
     max_steps: int | None = None,
     resume: Path | None = None,
+    eval_every: int | None = None,
     **elastic: Any,
 ) -> Result:
     def script() -> None:
@@ -105,6 +120,7 @@ def train(
         cluster=cluster,
         max_steps=max_steps,
         resume=resume,
+        eval_every=eval_every,
         elastic=Elastic(**settings) if elastic.get("at_least", 1) else None,
         out=out,
     )
@@ -116,7 +132,8 @@ def require_replayed(result: Result, committed: dict[int, Committed], replay: Re
     assert counted == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
     assert result.evaluations[-1].samples == EPOCHS * SAMPLES
     for number in sorted(committed):
-        replay.exchange(committed[number].parts, epoch=committed[number].epoch)
+        one = committed[number]
+        replay.exchange(one.parts, epoch=one.epoch, givers=one.givers)
     saved = load_file(result.directory / "model.safetensors")
     own = torch.cat([saved[name].reshape(-1) for name, _ in make().model.named_parameters()])
     torch.testing.assert_close(own, replay.mean(), rtol=1e-4, atol=1e-6)
@@ -144,6 +161,35 @@ def test_hosts_fail_and_others_come(tmp_path: Path, committed, strategy: str, re
     assert len(named(result, "lost")) > 1
     assert any(event["joined"] for event in named(result, "reformed"))
     require_replayed(result, committed, replay)
+
+
+def test_who_joins_has_the_seconds_state_where_the_first_dies_before_it_gives(
+    tmp_path: Path, committed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One fails, and its replacement is there when the first one fails, too: after an exchange, where all meet to
+    evaluate. So the second gives, before any exchange without the first."""
+    lives: list[Lives] = []
+    meet = Survivor.repeated
+
+    def begin(drawn: Lives, _: object) -> None:
+        lives.append(drawn)
+        drawn._timeline.meanwhile(1.5, drawn._on_gone, 3)
+
+    def struck(survivor: Survivor, *given: Any) -> Any:
+        if lives and survivor._member.rank == 0 and survivor._member.applied >= 4:
+            process = cast(VirtualReforming, survivor._run.context.reform)._process
+            process.post(lives.pop()._on_gone, 0)
+            process.settle()
+        return meet(survivor, *given)
+
+    monkeypatch.setattr(Lives, "begin", begin)
+    monkeypatch.setattr(Survivor, "repeated", struck)
+    result = train(tmp_path / "run", "gossip", cluster=CLUSTER, eval_every=4)
+    joining = next(each for _, each in sorted(committed.items()) if each.givers)
+    assert (sorted(joining.parts), joining.givers) == ([1, 2, 4], {4: 1})
+    before = max(number for number, each in committed.items() if 0 in each.parts)
+    assert committed[before + 1] is joining
+    require_replayed(result, committed, Replay(make, Ring()))
 
 
 def test_with_notice_nobody_is_lost(tmp_path: Path, committed) -> None:

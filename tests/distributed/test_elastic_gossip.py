@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.topology import Chain, OnePeerExponential, Ring
+from paceline.outer import Momentum
+from paceline.topology import Chain, OnePeerExponential, RandomPairs, Ring
 from tests.distributed.test_elastic import of, trained
-from tests.distributed.test_elastic_rounds import Worker, require_each_sample_once, rounds_of
+from tests.distributed.test_elastic_rounds import Step, Worker, require_each_sample_once, rounds_of
 from tests.distributed.test_joining import held, joined, meanwhile
-from tests.gossip_replay import Replay, Replica
+from tests.gossip_replay import Batch, Replay, Replica
 
 pytestmark = pytest.mark.ray
 EXCHANGE = "paceline.strategies.gossip.strategy:_GossipSynchronizer"
@@ -33,12 +34,25 @@ def require_replayed(out: Path, replay: Replay, *, epochs: int = 2) -> None:
     for number, parts in enumerate(rounds_of(out)):
         change = changes.get(number, {"epoch": epoch, "joined": []})
         epoch = change["epoch"]
-        mean = sum(len(index) for steps in parts.values() for _, index in steps) / len(parts)
-        weighed = {rank: [(index, len(index) / mean) for _, index in steps] for rank, steps in parts.items()}
-        replay.exchange({**weighed, **{rank: [] for rank in change["joined"]}}, epoch=epoch)
+        replay.exchange({**weighed(parts), **{rank: [] for rank in change["joined"]}}, epoch=epoch)
     saved = load_file(out / "model.safetensors")
     own = torch.cat([saved[name].reshape(-1) for name, _ in make().model.named_parameters()])
     torch.testing.assert_close(own, replay.mean(), rtol=1e-4, atol=1e-6)
+
+
+def weighed(parts: dict[int, list[Step]]) -> dict[int, list[Batch]]:
+    """Each batch by its share of what all have in that step, as it was handed out."""
+    means = [sum(map(len, indices)) / len(indices) for indices in step_by_step(parts)]
+    return {
+        rank: [(index, len(index) / mean) for (_, index), mean in zip(steps, means, strict=False)]
+        for rank, steps in parts.items()
+    }
+
+
+def step_by_step(parts: dict[int, list[Step]]) -> list[list[list[int]]]:
+    """Of each step, the samples of those who have made it."""
+    length = max(map(len, parts.values()))
+    return [[steps[step][1] for steps in parts.values() if step < len(steps)] for step in range(length)]
 
 
 @pytest.mark.parametrize(
@@ -79,10 +93,12 @@ def test_one_joins_another_dies_and_one_leaves(tmp_path: Path, ray_here: None) -
 
 @pytest.mark.slow
 def test_exchanges_of_several_steps(tmp_path: Path, ray_here: None) -> None:
-    """A pass of 8 batches has exchanges after 3, 6 and 8. Samples and models of such runs are looked at on the virtual
-    engine: the log has the steps of batches, and the events count exchanges."""
+    """An exchange after three steps, and at the end of a pass. Another worker has joined when one dies in the second
+    step of its round."""
     given = ["--epochs", 3, *held(3), "--fail", "1:11:kill"]
     with meanwhile(tmp_path, {3: 3}):
         out = trained(tmp_path, *given, workers=2, strategy="noloco:every=3", elastic="1:3")
     assert joined(out) == [2]
     assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
+    outer = Momentum(lr=0.7, momentum=0.5)
+    require_replayed(out, Replay(make, RandomPairs(), mode="outer", every=3, outer=outer), epochs=3)

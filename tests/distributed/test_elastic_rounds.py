@@ -29,19 +29,24 @@ Step = tuple[int, list[int]]
 
 
 def rounds_of(out: Path) -> list[dict[int, list[Step]]]:
-    """What each worker has trained on of each round that counts. What the lost had of later ones does not."""
+    """What each worker has trained on of each round that counts. What the lost had of later ones does not.
+
+    A worker's iteration in the log is that of the last exchange, so that lines of one iteration are of one round.
+    """
     found: dict[int, dict[int, list[Step]]] = defaultdict(lambda: defaultdict(list))
     for path in (out.parent / "log").glob("rank-*"):
-        rank = int(path.name[5:])
         for line in path.read_text().splitlines():
             epoch, iteration, *index = map(int, line.split())
-            if iteration < committed_until(out, rank):
-                found[iteration][rank].append((epoch, index))
-    return [found[iteration] for iteration in sorted(found)]
+            found[iteration][int(path.name[5:])].append((epoch, index))
+    until = {rank: committed_until(out, rank) for rank in {rank for parts in found.values() for rank in parts}}
+    return [
+        {rank: steps for rank, steps in found[iteration].items() if number < until[rank]}
+        for number, iteration in enumerate(sorted(found))
+    ]
 
 
 def committed_until(out: Path, rank: int) -> float:
-    """The round in which this worker was lost."""
+    """The round in which this worker was lost, as events count rounds."""
     if f"worker-{rank}" not in [event["who"] for event in of(out, "lost")]:
         return float("inf")
     formed = [event["details"] for event in of(out, "reformed")]

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from paceline.engines import requests
-from paceline.errors import UsageError
+from paceline.errors import RunFailed, UsageError
 from tests.distributed.harness import is_training, wait_until
 from tests.distributed.test_elastic import (
     SCRIPT,
+    events,
     of,
     require_each_sample_once,
     require_same_model,
@@ -107,6 +108,21 @@ def test_one_joins_and_another_leaves(tmp_path: Path, ray_here: None) -> None:
     require_undisturbed(out)
     steps = iterations_of(out, rank=2)
     assert steps == list(range(steps[0], steps[0] + len(steps)))
+
+
+@pytest.mark.slow
+def test_who_leaves_may_leave_too_few_when_another_has_died(tmp_path: Path, ray_here: None) -> None:
+    """Three are there, and two are to stay. Then one of them dies in the step after which the third leaves."""
+    told = "1 workers are left, and --elastic asks for 2 or more"
+    with meanwhile(tmp_path, {5: 2}) as said, pytest.raises(RunFailed, match=told):
+        trained(tmp_path, "--epochs", 3, *held(5), "--fail", "1:6:kill", workers=3, elastic="2:3")
+    assert said == ["3 workers train; 1 leave after their present step"]
+    found = [(event["name"], event["who"]) for event in events(tmp_path / "out")]
+    assert [event for event in found if event[0] in ("lost", "left", "failed")] == [
+        ("lost", "worker-1"),
+        ("left", "worker-2"),
+        ("failed", "run"),
+    ]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,36 @@ def test_mixing_keeps_the_mean(topology: Topology, size: int) -> None:
             near = topology.neighbours(step, rank, size)
             assert rank not in near.receives_from
             assert all(topology.neighbours(step, other, size).receives_from[rank] for other in near.sends_to)
+
+
+@pytest.mark.parametrize("topology", [*ANY_SIZE, *DRAWN], ids=repr)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 12, 33])
+def test_weights_are_the_same_both_ways_where_that_is_said(topology: Topology, size: int) -> None:
+    matrices = [topology.matrix(step, size) for step in range(topology.period(size))]
+    assert topology.is_symmetric <= all(bool(torch.equal(matrix, matrix.T)) for matrix in matrices)
+
+
+@pytest.mark.parametrize("topology", [*ANY_SIZE, *DRAWN, Matcha(budget=0.02)], ids=repr)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 12, 33])
+def test_all_are_joined_where_the_links_of_a_period_join_them(topology: Topology, size: int) -> None:
+    links = sum(topology.matrix(step, size) for step in range(topology.period(size)))
+    graph = networkx.from_numpy_array(links.numpy(), create_using=networkx.DiGraph)
+    assert topology.joins_all(size) == networkx.is_strongly_connected(graph)
+
+
+def test_many_sizes_are_looked_at_without_all_their_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--elastic 2:128`: 64 draws of each size would be half a million questions."""
+    asked = []
+    sources = RandomPairs.sources
+
+    def counted(topology: RandomPairs, step: int, rank: int, size: int) -> Mapping[int, float]:
+        asked.append(step)
+        return sources(topology, step, rank, size)
+
+    monkeypatch.setattr(RandomPairs, "sources", counted)
+    topology = RandomPairs(seed=71)
+    assert all(topology.keeps_mean(size) and topology.joins_all(size) for size in range(2, 129))
+    assert len(asked) <= 16 * sum(range(2, 129))
 
 
 @pytest.mark.parametrize("size", [4, 8, 16])

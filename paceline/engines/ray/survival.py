@@ -66,6 +66,7 @@ class Survival:
         self._waiting: set[int] = set()  # have taken a state, and wait to meet the others
         self.left: set[str] = set()
         """Those who have been asked to leave, and have."""
+        self._is_ending = False  # a worker has come to the end of its script
         self._why: dict[str, str] = {}
         self._deadline_s, self._awaited_s = deadline_s, 0.0
         self._looked_s = time.monotonic()
@@ -133,6 +134,7 @@ class Survival:
     def end(self, name: str) -> None:
         """This worker has come to its end, or does not join."""
         self._coming.discard(name)
+        self._is_ending = self._is_ending or rank_of(name) in self._coordinator.living
         self._coordinator, form = self._coordinator.ended(rank_of(name))
         self._waiting.discard(rank_of(name))
         self._send(form)
@@ -155,13 +157,22 @@ class Survival:
                 self._why[f"worker-{body['rank']}"] = body["why"]
                 self._kill(f"worker-{body['rank']}")
             elif kind is Kind.RETIRED:
-                self._controller.event("left", f"worker-{body['rank']}", left=len(self._coordinator.living) - 1)
-                self._say(f"worker {body['rank']} leaves; workers left: {len(self._coordinator.living) - 1}")
-                self._since_s = time.monotonic()
-                self.left.add(f"worker-{body['rank']}")
-                self._go_on_without(body["rank"])
-                self.end(f"worker-{body['rank']}")
+                self._hear_leaving(body["rank"])
         self._hand_on_states()
+
+    def _hear_leaving(self, rank: int) -> None:
+        """It has been asked to, when more were left than may be by now. Raises RunFailed where too few stay, but in the
+        run's last moments, when others have come to their end."""
+        name, left = f"worker-{rank}", len(self._coordinator.living) - 1
+        self._controller.event("left", name, left=left)
+        self._say(f"worker {rank} leaves; workers left: {left}")
+        self._since_s = time.monotonic()
+        self.left.add(name)
+        self._go_on_without(rank)
+        leave = self._coordinator.ended if self._is_ending else self._coordinator.died
+        self._coordinator, form = leave(rank)
+        self._waiting.discard(rank)
+        self._send(form)
 
     def _hear_gift(self, body: Mapping[str, Any]) -> None:
         """Where workers take their own steps, a joiner goes on as the one in the furthest epoch of the data."""

@@ -286,10 +286,11 @@ class Course:
             self.end_turn()
             self.settle()
         has_ended = run.has_ended
+        with run.prepared.account.pause():  # the others may have many steps to go
+            self._end()
+            if not has_turns or not has_ended:
+                synchronizer.leave()
         run.clock.pause()
-        self._end()
-        if not has_turns or not has_ended:
-            synchronizer.leave()
         run.iteration = max(run.iteration, synchronizer.iteration)  # leaving may have ended a round
         self.record_late(iteration=run.iteration)
         if has_turns and (self._others_left or not has_ended):

@@ -302,6 +302,24 @@ def test_records_are_complete_and_add_up(row: Row, tmp_path: Path) -> None:
         assert len(clocks) == len(set(clocks)) == pushed
 
 
+def train_and_leave_late(worker: Worker, out: Path) -> None:
+    """The others come to their end while the last one has yet to say that it leaves."""
+    train(worker, out)
+    if worker.rank == worker.size - 1:
+        synchronizer = worker._session.run.prepared.synchronizer
+        leave = synchronizer.leave
+        synchronizer.leave = lambda: time.sleep(0.2) or leave()  # type: ignore[method-assign,func-returns-value]
+
+
+def test_what_a_worker_waits_for_when_it_has_ended_belongs_to_no_step(tmp_path: Path) -> None:
+    """Where a step is recorded late, since an exchange may belong to it."""
+    row = next(row for row in ROWS if row.name == "fed-avg")
+    steps = steps_of(row.run(train_and_leave_late, tmp_path), 0)
+    before, last = steps[-2:]
+    parts_s = last.compute_s + last.communication_s + last.waiting_s
+    assert parts_s == pytest.approx(last.time_s - before.time_s, abs=1e-5)
+
+
 def evaluate_badly(worker: Worker, out: Path, *, returned: Any = None) -> None:
     model, optimizer, loader = prepared(worker)
     worker.evaluation(lambda model: returned)

@@ -108,7 +108,10 @@ def id_of(run: str | Path) -> str | None:
 
 
 def _id_at(place: Place) -> str | None:
-    return cast(str | None, json.loads(place.read(manifest.FILE_NAME)).get("id"))
+    """Of the run whose copies are there; none where no manifest says it."""
+    with contextlib.suppress(UsageError, ValueError):
+        return cast(str | None, json.loads(place.read(manifest.FILE_NAME)).get("id"))
+    return None
 
 
 @final
@@ -158,7 +161,7 @@ class CheckpointCopies:
         is_taken = bool(there) or self._place.has(manifest.FILE_NAME)
         resumed = described.get("resumed_from")
         goes_on_here = resumed is not None and is_address(resumed) and are_one(resumed, address)
-        whose = id_of(address)
+        whose = _id_at(self._place)
         if is_taken and whose != described["id"] and not (whose is None and goes_on_here):
             raise UsageError(f"{address} is another run's; give an empty address, or --resume {address}")
         later = [number for number in there if number > iteration]
@@ -196,6 +199,7 @@ class CheckpointCopies:
 
     def _end(self, thread: threading.Thread, say: Callable[[str], None], *, limit_s: float = math.inf) -> None:
         """Have the last one copied, for so long, and while something moves."""
+        self._pulse.beat()  # the copy before may be hours old
         self._is_over.set()
         thread.join(_SAY_S)
         if thread.is_alive():

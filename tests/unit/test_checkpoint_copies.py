@@ -306,6 +306,20 @@ def test_a_place_that_hangs_is_told_of_and_holds_up_no_run(tmp_path: Path, monke
     ]
 
 
+def test_how_long_ago_the_copy_before_was_does_not_matter_at_the_end(
+    tmp_path: Path, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends before its thread for copies has come to the last one."""
+    known = CheckpointCopies._known
+    monkeypatch.setattr(checkpoint_copies, "_SAY_S", 0.0)
+    monkeypatch.setattr(CheckpointCopies, "_known", lambda copies: time.sleep(0.3) or known(copies))
+    copies = CheckpointCopies(ADDRESS, tmp_path, keep=2)
+    with copies.kept(lambda _: None):
+        CheckpointFiles(tmp_path, keep=2).write([checkpoint_of(1)])
+        copies._pulse._last_s -= 2 * checkpoint_copies._END_S
+    assert "checkpoint-1.pt" in names(memory)
+
+
 def test_a_place_that_does_not_answer_is_named_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_copies, "_ANSWER_S", 0.5)
     address = f"file://{tmp_path}"

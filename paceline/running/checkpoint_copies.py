@@ -24,9 +24,9 @@ from paceline.strategies.base import Strategy
 T = TypeVar("T")
 _LOOK_S = 0.5
 _SAY_S = 2.0
-_ANSWER_S = 120.0  # before the run begins, nothing of it may move for so long
-_STILL_S = 60.0  # while it trains, it is said
-_END_S = 600.0  # and when it has ended well, it is given up
+_ANSWER_S = 120.0  # before the run, a place that stands still for so long is refused
+_STILL_S = 60.0  # while the run trains, its place is named after so long
+_END_S = 600.0  # when the run has ended well, its place is given up after so long
 _CUT_S = 30.0  # after an interrupt or a failure: who has sent it may not wait for longer
 _UNDER_WAY = ".checkpoint-copied.pt"
 

@@ -20,8 +20,8 @@ class Interrupted(KeyboardInterrupt):
         directory: of the run's results.
         iteration: of the checkpoint there, where that is known.
         how: it goes on, where the script has checkpoints of its own.
-        has_begun: whether the run knows that it trains. Until then, and all along in a loop that it knows nothing of, it
-            cannot know whether the script has checkpoints of its own.
+        has_begun: whether the run knows that it trains. Before, and in a loop that it knows nothing of, it cannot know
+            whether the script has checkpoints of its own.
     """
 
     def __init__(self, directory: Path, iteration: int | None = None, *, how: str = "", has_begun: bool = True) -> None:

@@ -16,7 +16,7 @@ from paceline.config import RunConfig
 from paceline.engines.standing import Watcher
 from paceline.errors import RunFailed, UsageError
 from paceline.running import manifest
-from paceline.running.patience import Pulse, awaited
+from paceline.running.patience import NoAnswer, Pulse, awaited
 from paceline.running.places import Place, is_address
 from paceline.running.resuming import BEST, NEWEST, Found, as_iteration
 from paceline.strategies.base import Strategy
@@ -130,6 +130,7 @@ class CheckpointCopies:
         if not is_address(address):
             raise UsageError(f"--copy-checkpoints {address}: give an address, as file://{Path(address).resolve()}")
         self._pulse, self._directory, self._keep = Pulse(), directory, keep
+        self._is_over = threading.Event()
         self._place = self._awaited(lambda: Place.at(address, self._pulse), where=address)
         self._newest = directory / FILE_NAME
         self._began_at = 0
@@ -138,7 +139,6 @@ class CheckpointCopies:
         self._failure: str | None = None
         self._is_copying = False
         self._described: dict[str, Any] = {}
-        self._is_over = threading.Event()
 
     def claim(self, described: dict[str, Any], *, iteration: int, drops_later: bool) -> None:
         """Have the address for this run: it is empty, has the run's own copies, or those that the run goes on from and
@@ -170,6 +170,8 @@ class CheckpointCopies:
                 f"{address} has a later checkpoint, of iteration {later[0]}: --resume {address} goes on from there, "
                 f"and --from {iteration} goes back"
             )
+        if self._is_over.is_set():  # the run was refused before the place answered
+            return
         self._began_at, self._dropped, self._described = iteration, later, described
         self._place.make()
         self._describe()
@@ -218,7 +220,11 @@ class CheckpointCopies:
             was_still = is_still
 
     def _awaited(self, work: Callable[[], T], *, where: str) -> T:
-        return awaited(work, self._pulse, where=where, silent_s=_ANSWER_S)
+        try:
+            return awaited(work, self._pulse, where=where, silent_s=_ANSWER_S)
+        except NoAnswer:
+            self._is_over.set()
+            raise
 
     def _serve(self, say: Callable[[str], None]) -> None:
         while not self._is_over.wait(_LOOK_S):

@@ -100,8 +100,8 @@ def join(
     """
     Args:
         values: this worker's, 1-D, which become the mean; the same regions on every worker.
-        now: gets what is to be kept as soon as it is known. Of a codec of single tensors it has all by the time at
-            which the others have what they need of this worker, also where this one then fails to hear from them.
+        now: gets what is to be kept as soon as it is known. With a codec of single tensors it is complete
+            before the others get the last that they need of this worker: so it is, too, if this one then hears nothing.
         path: what tells this exchange from others with the same seed, such as step and bucket.
     """
     if isinstance(codec, JointCodec):

@@ -48,6 +48,9 @@ class Home(Holder, Protocol):
         """These keys' rows are read with the next batch, so that they can be under way while the script trains on the
         present one."""
 
+    def expect_others(self) -> None:
+        """The batch that `expect_next` was told of does not come."""
+
     def look(self, keys: Tensor) -> Tensor | None:
         """The rows of these keys, which may come more than once, as they are now, shape (keys, dim), where they lie in
         memory that this process sees; none: they are to be `read`."""
@@ -308,12 +311,20 @@ def read_ahead(batches: Iterable[T], wanted: Callable[[T], Sequence[tuple[Sharde
         UsageError: as the tables do, or a table comes twice.
     """
     present: list[T] = []
-    for following in batches:
-        if present:
-            _expect_next(wanted(following))
-            yield present.pop()
-        present.append(following)
-    yield from present
+    known: Sequence[tuple[ShardedEmbedding, Tensor]] = ()
+    try:
+        for following in batches:
+            if present:
+                known = wanted(following)
+                _expect_next(known)
+                yield present.pop()
+            present.append(following)
+        yield from present
+    except GeneratorExit:  # the script leaves this pass early
+        for table, _ in known:
+            if table._home is not None:
+                table._home.expect_others()
+        raise
 
 
 def _expect_next(wanted: Sequence[tuple[ShardedEmbedding, Tensor]]) -> None:

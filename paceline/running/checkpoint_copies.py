@@ -16,7 +16,7 @@ from paceline.config import RunConfig
 from paceline.engines.standing import Watcher
 from paceline.errors import RunFailed, UsageError
 from paceline.running import manifest
-from paceline.running.patience import Pulse, awaited
+from paceline.running.patience import NoAnswer, Pulse, awaited
 from paceline.running.places import Place, is_address
 from paceline.running.resuming import BEST, NEWEST, Found, as_iteration
 from paceline.strategies.base import Strategy
@@ -24,9 +24,9 @@ from paceline.strategies.base import Strategy
 T = TypeVar("T")
 _LOOK_S = 0.5
 _SAY_S = 2.0
-_ANSWER_S = 120.0  # before the run begins, nothing of it may move for so long
-_STILL_S = 60.0  # while it trains, it is said
-_END_S = 600.0  # and when it has ended well, it is given up
+_ANSWER_S = 120.0  # before the run, a place that stands still for so long is refused
+_STILL_S = 60.0  # while the run trains, its place is named after so long
+_END_S = 600.0  # when the run has ended well, its place is given up after so long
 _CUT_S = 30.0  # after an interrupt or a failure: who has sent it may not wait for longer
 _UNDER_WAY = ".checkpoint-copied.pt"
 
@@ -108,7 +108,10 @@ def id_of(run: str | Path) -> str | None:
 
 
 def _id_at(place: Place) -> str | None:
-    return cast(str | None, json.loads(place.read(manifest.FILE_NAME)).get("id"))
+    """Of the run whose copies are there; none where no manifest says it."""
+    with contextlib.suppress(UsageError, ValueError):
+        return cast(str | None, json.loads(place.read(manifest.FILE_NAME)).get("id"))
+    return None
 
 
 @final
@@ -127,6 +130,7 @@ class CheckpointCopies:
         if not is_address(address):
             raise UsageError(f"--copy-checkpoints {address}: give an address, as file://{Path(address).resolve()}")
         self._pulse, self._directory, self._keep = Pulse(), directory, keep
+        self._is_over = threading.Event()
         self._place = self._awaited(lambda: Place.at(address, self._pulse), where=address)
         self._newest = directory / FILE_NAME
         self._began_at = 0
@@ -135,7 +139,6 @@ class CheckpointCopies:
         self._failure: str | None = None
         self._is_copying = False
         self._described: dict[str, Any] = {}
-        self._is_over = threading.Event()
 
     def claim(self, described: dict[str, Any], *, iteration: int, drops_later: bool) -> None:
         """Have the address for this run: it is empty, has the run's own copies, or those that the run goes on from and
@@ -158,7 +161,7 @@ class CheckpointCopies:
         is_taken = bool(there) or self._place.has(manifest.FILE_NAME)
         resumed = described.get("resumed_from")
         goes_on_here = resumed is not None and is_address(resumed) and are_one(resumed, address)
-        whose = id_of(address)
+        whose = _id_at(self._place)
         if is_taken and whose != described["id"] and not (whose is None and goes_on_here):
             raise UsageError(f"{address} is another run's; give an empty address, or --resume {address}")
         later = [number for number in there if number > iteration]
@@ -167,6 +170,8 @@ class CheckpointCopies:
                 f"{address} has a later checkpoint, of iteration {later[0]}: --resume {address} goes on from there, "
                 f"and --from {iteration} goes back"
             )
+        if self._is_over.is_set():  # the run was refused before the place answered
+            return
         self._began_at, self._dropped, self._described = iteration, later, described
         self._place.make()
         self._describe()
@@ -196,6 +201,7 @@ class CheckpointCopies:
 
     def _end(self, thread: threading.Thread, say: Callable[[str], None], *, limit_s: float = math.inf) -> None:
         """Have the last one copied, for so long, and while something moves."""
+        self._pulse.beat()  # the copy before may be hours old
         self._is_over.set()
         thread.join(_SAY_S)
         if thread.is_alive():
@@ -214,7 +220,11 @@ class CheckpointCopies:
             was_still = is_still
 
     def _awaited(self, work: Callable[[], T], *, where: str) -> T:
-        return awaited(work, self._pulse, where=where, silent_s=_ANSWER_S)
+        try:
+            return awaited(work, self._pulse, where=where, silent_s=_ANSWER_S)
+        except NoAnswer:
+            self._is_over.set()
+            raise
 
     def _serve(self, say: Callable[[str], None]) -> None:
         while not self._is_over.wait(_LOOK_S):

@@ -13,6 +13,11 @@ _LOOK_S = 0.5
 
 
 @final
+class NoAnswer(UsageError):
+    """Nothing has moved at a place for too long. What it was asked for may still be done when it moves again."""
+
+
+@final
 class Pulse:
     """When something moved last."""
 
@@ -31,7 +36,7 @@ def awaited(work: Callable[[], T], pulse: Pulse, *, where: str, silent_s: float)
     """What the work returns. It is done in a thread that does not keep the process from ending.
 
     Raises:
-        UsageError: nothing has moved there for so long.
+        NoAnswer: nothing has moved there for so long.
         BaseException: as the work does.
     """
     done: Future[T] = Future()
@@ -46,5 +51,5 @@ def awaited(work: Callable[[], T], pulse: Pulse, *, where: str, silent_s: float)
     Thread(target=run, name="paceline-awaited", daemon=True).start()
     while not wait([done], timeout=min(_LOOK_S, silent_s)).done:
         if pulse.silent_s > silent_s:
-            raise UsageError(f"{where} has not answered for {silent_s:g} s")
+            raise NoAnswer(f"{where} has not answered for {silent_s:g} s")
     return done.result()

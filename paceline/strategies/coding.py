@@ -47,8 +47,8 @@ def coding_of(codec: Codec | None, scope: Scope, context: Context) -> Coding | N
 
 
 def can_be_repeated(codec: Codec | None) -> bool:
-    """Whether an exchange can be coded so where workers come and go, and repeat it: what each keeps of it is its own,
-    and one who has missed its end needs nothing but the mean."""
+    """Whether workers that come and go, and repeat exchanges, can use this codec: what a worker keeps of an exchange
+    has to be its own, and one that misses the end of an exchange has to need nothing but the mean."""
     return codec is None or not (codec.joint or codec.adapts)
 
 

@@ -140,6 +140,11 @@ class _Together:
         self.announced[table] = keys
         self._were_read.clear()
 
+    def forget_announced(self) -> None:
+        """The next batch is another one than was announced. What is under way for it is dropped."""
+        self.announced.clear()
+        self._ahead = {}
+
     def read(self, store: TableStore, table: int, keys: Tensor, *, is_fresh: bool) -> Tensor:
         brought = self._brought.get((table, is_fresh))
         if brought is not None and torch.equal(brought[0], keys):
@@ -189,6 +194,9 @@ class _Elsewhere:
 
     def expect_next(self, keys: Tensor) -> None:
         self._together.announce(self._number, keys)
+
+    def expect_others(self) -> None:
+        self._together.forget_announced()
 
     def look(self, keys: Tensor) -> Tensor | None:
         return self._store.look(self._number, keys)

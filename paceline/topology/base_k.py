@@ -25,8 +25,6 @@ class BaseK(Topology, name="base-k"):
     [3, 5, 4, 5, 5, 4, 9]
     """
 
-    is_symmetric = True
-
     k: int = 1
     """The most neighbours at a step."""
 

@@ -23,8 +23,6 @@ def metropolis_hastings(rank: int, near: Set[int], degrees: Mapping[int, int]) -
 class Undirected(Topology):
     """Neighbours exchange both ways, with Metropolis-Hastings weights."""
 
-    is_symmetric = True
-
     @abstractmethod
     def near(self, rank: int, size: int) -> Collection[int]:
         """The neighbours of a worker, in any order and number; itself does not count."""

@@ -211,6 +211,32 @@ def test_who_reads_other_rows_ahead_than_the_model_is_told_so_once(tmp_path: Pat
     assert not num_of(Kind.READ_ROWS, asked, since=True)
 
 
+def leave_early(worker: Worker, out: Path) -> None:
+    """Passes of which the script takes four batches, each in another order."""
+    table = ShardedEmbedding(10**12, DIM, optimizer="sgd", name="early")
+    model: Any = nn.Sequential(table, nn.Linear(DIM, 1))
+    loader: Any = DataLoader(TensorDataset(torch.arange(400) * 12345), batch_size=50, shuffle=True)
+    model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for _ in range(3):
+        for number, (keys,) in enumerate(read_ahead(loader, lambda batch: [(table, batch[0])])):
+            updater.zero_grad()
+            model(keys).square().mean().backward()
+            updater.step()
+            if number == 3:
+                break
+
+
+def test_who_leaves_a_pass_early_is_told_nothing(tmp_path: Path, asked: list[Message]) -> None:
+    """What was under way for the batch that does not come is no fault of the script's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        virtual_engine.run(
+            partial(launched, leave_early, tmp_path), strategy="ps-bsp:servers=2", workers=1, out=tmp_path / "run"
+        )
+    assert num_of(Kind.READ_AHEAD, asked) == 2 * 3 * 4  # two servers, and all batches of a pass but the first
+    assert num_of(Kind.READ_ROWS, asked, since=True) == 2 * 3 * 3
+
+
 TWICE_BATCHES, TWICE_BATCH = 6, 50
 
 

@@ -17,7 +17,7 @@ from tests.distributed.test_joining import held, joined, meanwhile
 from tests.gossip_replay import Batch, Replay, Replica
 
 pytestmark = pytest.mark.ray
-EXCHANGE = "paceline.strategies.gossip.strategy:_GossipSynchronizer"
+EXCHANGE = "paceline.strategies.gossip.synchronizer:GossipSynchronizer"
 LINKS = "paceline.strategies.gossip.links:Links"
 
 

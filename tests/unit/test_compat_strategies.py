@@ -173,9 +173,10 @@ def test_how_errors_are_shown_changes_once_and_not_by_importing() -> None:
         (config(cluster={"worker": ["a:1", "b"]}), "", r"error: TF_CONFIG\.cluster\.worker\[1\] .*\n"),
         ('{"cluster": {"worker": ["a:1", "b:1"]}}', "S().run(print)", r"error: .* \(a, b\).* RAY_ADDRESS.*\n"),
         ("", "S(workers=2).run(print, engine='none')", "error: unknown engine 'none'.*\n"),
+        ("", "S(workers=2).run(print, workers=3)", "error: workers is given by MultiWorkerMirroredStrategy.*\n"),
         ("", "raise ValueError('on purpose')", r"Traceback(.|\n)*: on purpose\n"),
     ],
-    ids=["wrong", "hosts that no Ray cluster has", "a wrong setting", "another error"],
+    ids=["wrong", "hosts that no Ray cluster has", "a wrong setting", "a setting of its own", "another error"],
 )
 def test_what_a_script_cannot_have_is_one_line(text: str, then: str, said: str) -> None:
     """And other errors are shown as ever. Nothing is started."""

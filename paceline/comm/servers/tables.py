@@ -84,7 +84,7 @@ class ServedTables(TableStore):
         rows = None if seen is None else seen.look(table, keys)
         if rows is not None:
             self.num_read += len(keys)
-            self._timing.moved_bytes += keys.nbytes + rows.nbytes  # as messages would have, beside their heads
+            self._timing.moved_bytes += keys.nbytes + rows.nbytes  # messages would have each key once
             self._timing.communication_s += time.perf_counter() - began_s
         return rows
 

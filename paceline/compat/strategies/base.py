@@ -184,23 +184,28 @@ class DistributionStrategy(ABC):
         return self._launch(path, {"arguments": arguments, **settings})
 
     def _launch(self, program: Any, settings: Mapping[str, Any]) -> Result:
-        from paceline.engines.ray.nodes import is_of_this_host_alone  # here, because it loads Ray
-
-        for name in _GIVEN_BY_NAME:
-            if name in settings and (name != "deadline_s" or self._deadline_s is not None):
-                raise UsageError(f"{name} is given by {self.name}, and cannot be a setting of its run")
-        if self._resolver is not None:
-            self._resolver.require_starts(who=self.name)
-        waits: dict[str, Any] = {} if self._deadline_s is None else {"deadline_s": self._deadline_s}
         try:
-            if settings.get("engine") != "virtual" and is_of_this_host_alone(settings.get("address")):
-                self._require_hosts(self.num_workers)
+            self._require_startable(settings)
+            waits: dict[str, Any] = {} if self._deadline_s is None else {"deadline_s": self._deadline_s}
             return paceline.run(
                 program, strategy=self.strategy, workers=self.num_workers, device=self._device, **waits, **settings
             )
         except (PacelineError, KeyboardInterrupt) as error:
             show_alone(error)
             raise
+
+    def _require_startable(self, settings: Mapping[str, Any]) -> None:
+        """Raise UsageError where a run with these settings is not this strategy's, or not this task's, to start."""
+        for name in _GIVEN_BY_NAME:
+            if name in settings and (name != "deadline_s" or self._deadline_s is not None):
+                raise UsageError(f"{name} is given by {self.name}, and cannot be a setting of its run")
+        if self._resolver is not None:
+            self._resolver.require_starts(who=self.name)
+        if len(self._hosts) > 1 and settings.get("engine") != "virtual":
+            from paceline.engines.ray.nodes import is_of_this_host_alone  # here, because it loads Ray
+
+            if is_of_this_host_alone(settings.get("address")):
+                self._require_hosts(self.num_workers)
 
     def _require_same(self, worker: Worker) -> None:
         world = current()

@@ -20,7 +20,8 @@ class Interrupted(KeyboardInterrupt):
         directory: of the run's results.
         iteration: of the checkpoint there, where that is known.
         how: it goes on, where the script has checkpoints of its own.
-        has_begun: to train. Before, nobody knows whether the script has checkpoints of its own.
+        has_begun: whether the run knows that it trains. Before, and in a loop that it knows nothing of, it cannot know
+            whether the script has checkpoints of its own.
     """
 
     def __init__(self, directory: Path, iteration: int | None = None, *, how: str = "", has_begun: bool = True) -> None:
@@ -34,7 +35,8 @@ class Interrupted(KeyboardInterrupt):
             super().__init__(
                 f"interrupted before anything was saved; {directory} has no checkpoint to resume from"
                 if has_begun
-                else f"interrupted before it trained; give the same command again, with another --out than {directory}"
+                else f"interrupted before any step that the run knows of; give the same command again, with another "
+                f"--out than {directory}"
             )
             return
         where = "" if iteration is None else f" at iteration {iteration}"

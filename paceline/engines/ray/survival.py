@@ -161,8 +161,8 @@ class Survival:
         self._hand_on_states()
 
     def _hear_leaving(self, rank: int) -> None:
-        """It has been asked to, when more were left than may be by now. Raises RunFailed where too few stay, but in the
-        run's last moments, when others have come to their end."""
+        """A worker leaves, as it was asked to. Others may have died since it was asked: raises RunFailed where too few
+        stay, unless some have come to the end of their script already."""
         name, left = f"worker-{rank}", len(self._coordinator.living) - 1
         self._controller.event("left", name, left=left)
         self._say(f"worker {rank} leaves; workers left: {left}")

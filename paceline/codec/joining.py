@@ -114,7 +114,7 @@ def join(
     way(codec, peers, values, kept, now, regions, own_seed)
 
 
-def handed_on(kept: Kept, codec: TensorCodec, regions: Sequence[Region], *, rank: int, size: int) -> Kept:
+def handed_on(kept: Kept, codec: Codec, regions: Sequence[Region], *, rank: int, size: int) -> Kept:
     """What the next codec takes up of what this one kept. `part` is left out of a mean, so it counts `size` times in
     one worker's `left`."""
     if "part" not in kept:

@@ -108,7 +108,7 @@ def id_of(run: str | Path) -> str | None:
 
 
 def _id_at(place: Place) -> str | None:
-    """Of the run whose copies are there; none where no manifest says it."""
+    """The id of the run whose copies are there; none where no manifest says it."""
     with contextlib.suppress(UsageError, ValueError):
         return cast(str | None, json.loads(place.read(manifest.FILE_NAME)).get("id"))
     return None
@@ -275,7 +275,7 @@ class CheckpointCopies:
             self._place.remove(_name(surplus))
 
     def _describe(self) -> None:
-        """Whose copies the address has: without it no run could claim them again."""
+        """Write down whose copies the address has: without it no run could claim them again."""
         self._place.write(manifest.FILE_NAME, json.dumps(self._described, indent=2).encode())
 
 

@@ -33,7 +33,7 @@ class Pulse:
 
 
 def awaited(work: Callable[[], T], pulse: Pulse, *, where: str, silent_s: float) -> T:
-    """What the work returns. It is done in a thread that does not keep the process from ending.
+    """Do the work in a thread that does not keep the process from ending, and return what it returns.
 
     Raises:
         NoAnswer: nothing has moved there for so long.

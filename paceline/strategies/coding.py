@@ -35,15 +35,17 @@ class Coding:
     before: Codec | None = None
     """For the steps before the codec's first one; none: these go uncoded."""
     place: tuple[int, int] = (0, 1)
-    """The worker's number on its host, and how many that has."""
+    """Which part of a tensor it codes: with `among_hosts` its number on its host, and how many workers that has."""
 
 
 def coding_of(codec: Codec | None, scope: Scope, context: Context) -> Coding | None:
     """None where nothing is coded: no codec was asked for, or none of its bytes leaves a host."""
     if codec is None or (scope == "links" and context.local_size == context.size):
         return None
+    if scope == "all":
+        return Coding(codec, context.seed, pacing=context.pacing)
     place = (context.local_rank, context.local_size)
-    return Coding(codec, context.seed, scope == "links", context.pacing, place=place)
+    return Coding(codec, context.seed, among_hosts=True, pacing=context.pacing, place=place)
 
 
 def can_be_repeated(codec: Codec | None) -> bool:

@@ -114,13 +114,11 @@ def averaging(collective: Collective, algorithm: str) -> Callable[[Tensor], Call
 
 
 class _Share(NamedTuple):
-    """What this worker codes of a bucket, and among whom."""
+    """The part of a bucket that this worker codes, and its place in the group that averages this part."""
 
     regions: Mapping[Codec, Sequence[Region]]
     rank: int
     size: int
-    place: tuple[int, int]
-    """Which part of its host's tensor it is: this worker's number on its host, and how many that has."""
 
 
 @final
@@ -182,18 +180,12 @@ class _Coded(Work):
         self._pending = {}
 
     def carry_on(self, before: "_Coded") -> None:
-        share, earlier = self._share, before._share
-        if share is None or earlier is None or share.place != earlier.place or "left" not in self.kept:
+        codec, share = self._coding.codec, before._share
+        if share is None or self._coding.place != before._coding.place or "left" not in self.kept:
             return
-        left = before._owed(earlier)
+        left = handed_on(before.kept, codec, share.regions[codec], rank=share.rank, size=share.size)["left"]
         if left.shape == self.kept["left"].shape:
             self.kept = {**self.kept, "left": left}
-
-    def _owed(self, share: "_Share") -> Tensor:
-        codec = self._coding.codec
-        if not isinstance(codec, TensorCodec):
-            return self.kept["left"]
-        return handed_on(self.kept, codec, share.regions[codec], rank=share.rank, size=share.size)["left"]
 
     def _prepare(self, group: Collective, flat: Tensor) -> Callable[[], Work]:
         """What averages a tensor over a group, each time it is called."""
@@ -207,8 +199,7 @@ class _Coded(Work):
                 codec, each, flat, rank=group.rank, size=group.size, seed=coding.seed
             ).items()
         }
-        place = coding.place if coding.among_hosts else (0, 1)
-        self._share = _Share(regions, group.rank, group.size, place)
+        self._share = _Share(regions, group.rank, group.size)
         return lambda: WhenWaitedFor(lambda: self._join(group, flat, regions))
 
     def _regions(self, codec: Codec, flat: Tensor) -> Sequence[Region]:

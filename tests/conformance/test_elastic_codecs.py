@@ -42,7 +42,7 @@ def left_of(worker: Survivor | Checkpoints) -> Tensor:
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch, committed: dict[int, Committed]) -> Left:  # noqa: F811
-    """Under the rank -1 it is what was given to those who join next."""
+    """Under the rank -1 it is what the giver had left out by then, whose state those who join next have taken."""
     found: Left = {}
     commit, give = Survivor.commit, Checkpoints.of_this_worker
 
@@ -52,7 +52,7 @@ def left(monkeypatch: pytest.MonkeyPatch, committed: dict[int, Committed]) -> Le
         return is_complete
 
     def given(checkpoints: Checkpoints, *args: Any) -> Any:
-        found.setdefault(-1, {})[len(found)] = left_of(checkpoints)
+        found[max(found)][-1] = left_of(checkpoints)
         return give(checkpoints, *args)
 
     monkeypatch.setattr(runs, "make", make)
@@ -121,10 +121,8 @@ def test_what_is_left_out_is_owed_until_it_is_sent(
         contributions = sent(weights, parts)
         means = []
         for rank, own in contributions.items():
-            before = owed.get(rank)
-            if before is None:
-                options = [torch.zeros(64), *left.get(-1, {}).values()]
-                before = min(options, key=lambda each: float((own + each - now[rank]).count_nonzero()))
+            joins = bool(owed) and rank not in owed
+            before = owed[-1] if joins and strategy.endswith("codec_scope=all") else owed.get(rank, torch.zeros(64))
             means.append(own + before - now[rank])
         weights = weights - rate * torch.stack(means).mean(0)
         owed = now

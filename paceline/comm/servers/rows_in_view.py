@@ -163,7 +163,7 @@ class RowsSeen:
         return None if looked is None else looked[1]
 
     def read(self, table: int, keys: Tensor) -> Tensor | None:
-        """As `look`, for keys of which none comes twice, and whose places are kept for `find`."""
+        """Does what `look` does for keys of which none comes twice, and keeps their places for `find`."""
         own = self._tables[table]
         looked = self._unchanged(lambda: own.read(keys))
         if looked is None:

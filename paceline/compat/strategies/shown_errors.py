@@ -4,7 +4,7 @@ import sys
 from types import TracebackType
 
 MARK = "is_message_enough"
-"""What such an error, or its class, has as true."""
+"""The attribute by which an error, or its class, says that its message is enough."""
 
 
 def show_marked_alone() -> None:

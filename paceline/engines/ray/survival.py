@@ -135,8 +135,11 @@ class Survival:
         """This worker has come to its end, or does not join."""
         self._coming.discard(name)
         self._is_ending = self._is_ending or rank_of(name) in self._coordinator.living
-        self._coordinator, form = self._coordinator.ended(rank_of(name))
-        self._waiting.discard(rank_of(name))
+        self._take_out(rank_of(name), self._coordinator.ended)
+
+    def _take_out(self, rank: int, how: Callable[[int], tuple[Coordinator, Form | None]]) -> None:
+        self._coordinator, form = how(rank)
+        self._waiting.discard(rank)
         self._send(form)
 
     def hear(self) -> None:
@@ -169,10 +172,7 @@ class Survival:
         self._since_s = time.monotonic()
         self.left.add(name)
         self._go_on_without(rank)
-        leave = self._coordinator.ended if self._is_ending else self._coordinator.died
-        self._coordinator, form = leave(rank)
-        self._waiting.discard(rank)
-        self._send(form)
+        self._take_out(rank, self._coordinator.ended if self._is_ending else self._coordinator.died)
 
     def _hear_gift(self, body: Mapping[str, Any]) -> None:
         """Where workers take their own steps, a joiner goes on as the one in the furthest epoch of the data."""

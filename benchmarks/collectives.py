@@ -44,7 +44,6 @@ from paceline.comm.shared_memory.block import BlockAddress
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 
 PEER = "gloo"
-BANDWIDTH = "bandwidth"
 UNITS = {"KB": 1_000, "MB": 1_000_000}
 DEFAULT_SIZES = ("4KB", "12KB", "64KB", "1MB", "8MB", "45MB", "256MB")
 MAX_REPETITIONS = 2000

@@ -205,7 +205,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="of each kind, that count")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hashed", action="store_true", help="our table has 2^63 rows, too many for an array of them")
-    parser.add_argument("--tensorflow", help="a Python with tensorflow and tf-keras", metavar="PYTHON")
+    parser.add_argument(
+        "--tensorflow", type=os.path.abspath, help="a Python with tensorflow and tf-keras", metavar="PYTHON"
+    )
     args = parser.parse_args()
     num_rows = 2**63 if args.hashed else NUM_ROWS
     contenders: dict[str, Callable[[], Rates]] = {

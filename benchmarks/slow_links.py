@@ -32,9 +32,9 @@ from paceline.running.result import Result
 
 SCRIPT = Path(__file__).with_name("exchange_script.py")
 HOSTS, RATE_MBIT, SLEEP_S = 8, 100.0, 0.02
-WARM_UP, ROUND, NUM_TIMED = 50, 50, 100
-"""Steps: of which the first ones are not timed, of the longest round, and those that are timed where a step may be
-as short as computing."""
+WARM_UP, NUM_TIMED = 50, 100
+"""Steps before those that are timed, which are as many as the longest round has, and those that are timed, where a step
+may be as short as computing."""
 FEW_WARM_UP, FEW_TIMED = 20, 40
 """Where every step exchanges."""
 PROBED_STEPS = 20

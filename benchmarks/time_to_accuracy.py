@@ -8,8 +8,12 @@ two learning rates, found on a seed that is not judged; with --no-tune all have 
 which goes on where it was.
 
 The ceiling is what DDP's exchange (a ring, float32) would take if it took no time: its steps, with their computing
-alone. The gap that a method closes lies between these two. What the plan picks, by the noise scale that it measures, is
-run as well. Planned steps are one worker's, times what the plan takes others to need beside it.
+alone. The gap that a method closes lies between these two. What the plan picks, by the noise scale that it measures and
+the steps that one worker has taken, is run as well. Planned steps are one worker's, times what the plan takes others to
+need beside it.
+
+Runs are judged every so many steps of a worker, however many workers there are: who is judged after more steps is told
+later that it is there.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ class Part:
     max_steps: int
     """Of each worker."""
     eval_every: int
-    """Batches of all workers together."""
+    """Batches of all `WORKERS` together; fewer workers are judged after as many steps, which have fewer batches."""
     powersgd: str
 
     @property
@@ -110,7 +114,7 @@ def conduct(part: Part, strategies: Sequence[str], *, workers: int, seeds: int, 
         target=f"accuracy={part.accuracy}",
         hold=1,
         tune=[f"lr={part.rates}"] if tunes else (),
-        eval_every=part.eval_every,
+        eval_every=part.eval_every * workers // WORKERS,
         engine="virtual",
         cluster=CLUSTER,
         arguments=[*part.script, "--steps", str(part.max_steps * WORKERS // workers), *rate],
@@ -118,22 +122,31 @@ def conduct(part: Part, strategies: Sequence[str], *, workers: int, seeds: int, 
     )
 
 
-def planned(part: Part) -> Plan:
-    """The noise scale is measured."""
+def planned(part: Part, one_steps: float | None) -> Plan:
+    """The noise scale is measured.
+
+    Args:
+        one_steps: of one worker to the target; none where a run of it did not come there.
+    """
     seen = observing.observe(read_script(SCRIPT, part.script), measures_noise=True)
-    return plan(reading.load(str(CLUSTER)), seen.work, max_workers=WORKERS, noise=seen.noise)
+    cluster = reading.load(str(CLUSTER))
+    return plan(cluster, seen.work, max_workers=WORKERS, noise=seen.noise, single_steps=one_steps)
 
 
-def planned_steps(found: Plan, strategy: str, workers: int) -> float:
-    """As many times one worker's; nan where no plan says."""
-    if strategy == "single":
-        return 1.0
-    wanted = plan(found.cluster, found.work, strategies=["single", strategy], max_workers=workers, noise=found.noise)
+def planned_steps(found: Plan, strategy: str, workers: int, one_steps: float | None) -> float:
+    """nan where no plan says."""
+    if strategy == "single" or one_steps is None:
+        return one_steps or math.nan
+    wanted = plan(
+        found.cluster,
+        found.work,
+        strategies=["single", strategy],
+        max_workers=workers,
+        noise=found.noise,
+        single_steps=one_steps,
+    )
     point = next(point for point in wanted.points if point.asked != "single" and point.prediction.workers == workers)
-    if not point.is_ranked or point.target_speedup is None:
-        return math.nan
-    one_s = next(point.prediction.update_s for point in wanted.points if point.asked == "single")
-    return one_s / point.target_speedup / point.prediction.update_s
+    return point.target_s / point.prediction.update_s if point.is_ranked and point.target_s is not None else math.nan
 
 
 def ceiling_s(study: Study, found: pd.DataFrame) -> float:
@@ -144,10 +157,17 @@ def ceiling_s(study: Study, found: pd.DataFrame) -> float:
     return float((rows["iterations_to_target"] * step_s).mean())
 
 
-def show(part: Part, strategies: Sequence[str], study: Study, alone: Study, picked: Study | None, found: Plan) -> None:
+def show(
+    part: Part,
+    strategies: Sequence[str],
+    study: Study,
+    alone: Study,
+    picked: Study | None,
+    found: Plan,
+    one_steps: float | None,
+) -> None:
     trials, single = study.frames.trials, alone.frames.trials
     best_s, ddp_s = ceiling_s(study, trials), float(trials[trials["strategy"] == DDP]["time_to_target_s"].mean())
-    one_steps = float((single["samples_to_target"] / found.work.samples).mean())
     table = Table()
     table.add_column("method")
     titles = ("rate", "steps", "planned", "ms a step", "planned", "seconds", "range", "sooner", "gap closed")
@@ -166,7 +186,7 @@ def show(part: Part, strategies: Sequence[str], study: Study, alone: Study, pick
         cells = (
             str(own["setting"].iloc[0]).removeprefix("lr=") or part.untuned_rate,
             f"{float((own['samples_to_target'] / found.work.samples / workers).mean()):.0f}",
-            f"{one_steps * planned_steps(found, text, workers):.0f}",
+            f"{planned_steps(found, text, workers, one_steps):.0f}",
             f"{float((own['training_time_s'] / steps).mean()) * 1e3:.2f}",
             f"{step_s * 1e3:.2f}",
             f"{took_s:.3f}",
@@ -199,12 +219,14 @@ def main() -> None:
     each = partial(conduct, part, seeds=args.seeds, tunes=args.tune)
     study = each(strategies, workers=WORKERS, out=out)
     alone = each(("single",), workers=1, out=out.with_name(f"{out.name}-alone"))
-    found = planned(part)
+    single = alone.frames.trials
+    one_steps = float(single["iterations_to_target"].mean()) if single["reached"].all() else None
+    found = planned(part, one_steps)
     label, workers = found.best.label, found.best.prediction.workers
     picked = None
     if workers > 1 and not (workers == WORKERS and label in strategies):
         picked = each((label,), workers=workers, out=out.with_name(f"{out.name}-picked"))
-    show(part, strategies, study, alone, picked, found)
+    show(part, strategies, study, alone, picked, found, one_steps)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class WorkerState:
     """What becomes of each with another number of workers, or under another strategy. What all workers have the same
     is the first one's alone."""
     beside: dict[str, tuple[int, int, Any]] = field(default_factory=dict)
-    """Of every loader after the first, by name: epoch, batches done, and the data set's state."""
+    """For every loader after the first, by name: epoch, batches done, and the data set's state."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Checkpoint:
 
     iteration: int
     time_s: float
-    """On the training clock."""
+    """The time on the training clock."""
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     """Keyed `<parameter index>.<state name>`, full tensors."""
@@ -76,7 +76,7 @@ class Checkpoint:
     optimizer's state."""
 
     rows_directory: str = ""
-    """Beside the checkpoint, where servers have written their rows themselves; empty: they have not."""
+    """The directory beside the checkpoint in which servers have written their rows themselves; empty: they have not."""
     row_files: dict[str, list[RowFile]] = field(default_factory=dict)
     """The files in that directory, by the table's name."""
 

@@ -108,7 +108,7 @@ def _link(source: str, target: str) -> None:
 
 
 def drop_all(directory: Path) -> None:
-    """Nobody will go on with the run of this directory."""
+    """Drop all checkpoints: nobody will go on with the run of this directory."""
     for path in from_newest(directory):
         path.unlink(missing_ok=True)
     _drop_unused_rows(directory)
@@ -135,7 +135,7 @@ def _rows_of(path: Path) -> str | None:
 
 
 def _numbered(directory: Path) -> list[Path]:
-    """From the latest iteration to the earliest."""
+    """The files with an iteration in their name, from the latest to the earliest."""
     found = [path for path in directory.glob(_NUMBERED) if path.stem.removeprefix("checkpoint-").isdecimal()]
     return sorted(found, key=_number_of, reverse=True)
 

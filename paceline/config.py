@@ -38,8 +38,8 @@ class Target:
     def parse(cls, text: str) -> "Target":
         """Read `accuracy=0.95`, `accuracy>=0.95` or `loss<=0.3`. Raises UsageError if the text has another form.
 
-        With `=`, metrics whose name says loss, error or perplexity, or has mae, mse, rmse, nll, wer or cer as a word,
-        are to fall, all others to rise.
+        With `=`, a metric is to fall if its name says loss, error or perplexity, or has mae, mse, rmse, nll, wer or cer
+        as a word. All others are to rise.
         """
         match = re.fullmatch(r"\s*([A-Za-z_][\w./-]*?)\s*(>=|<=|=)\s*([^\s=<>]+)\s*", text)
         try:
@@ -109,13 +109,13 @@ class RunConfig:
     max_time_s: float | None = None
     """Seconds of training time."""
     eval_every: Interval | None = None
-    """From one evaluation to the next; none: only at the end."""
+    """How far it is from one evaluation to the next; none: only at the end."""
     checkpoint_every: int | None = None
     """Iterations between checkpoints; none: so often that a killed run loses at most 30 s, and at the end."""
     keep_checkpoints: int = 2
-    """The newest, and those before it."""
+    """How many are kept: the newest, and those before it."""
     keep_best: Best | None = None
-    """Besides, the one that an evaluation found to be the best."""
+    """By which evaluations a checkpoint of the best model is kept besides."""
     copy_checkpoints: str | None = None
     """The newest ones are copied to this address of fsspec's."""
     target: Target | None = None

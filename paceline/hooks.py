@@ -1,5 +1,5 @@
-"""Hooks on a script's module that stay with it, whatever the script copies or saves, and who hears of their errors;
-listening to calls of functions that tell nobody."""
+"""Hooks on a script's module that stay with it, whatever the script copies or saves; who hears of their errors; and how
+to listen to calls of functions that tell nobody."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ from paceline.errors import PacelineError
 
 Listener = Callable[[PacelineError], object]
 _listener: ContextVar[WeakMethod[Listener] | None] = ContextVar("paceline_listener", default=None)
-"""Of the worker that runs here: virtual ones have a context each."""
+"""Who listens to the worker that runs here. Virtual workers have a context each."""
 
 
 def tell_errors_to(listener: Listener) -> None:

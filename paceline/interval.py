@@ -25,11 +25,11 @@ class Count(NamedTuple):
 
     iterations: int = 0
     samples: int = 0
-    """That all workers together have trained on."""
+    """Samples that all workers together have trained on."""
     batches: int = 0
     """Steps that all workers together have taken, each on a batch of its own."""
     s: float = 0.0
-    """Of the training clock."""
+    """Seconds of the training clock."""
 
     def of(self, unit: Unit) -> float:
         return float(getattr(self, unit))
@@ -38,7 +38,7 @@ class Count(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Interval:
-    """From one time to the next.
+    """How far it is from one time to the next.
 
     >>> [str(Interval.parse(text)) for text in (100, "10000samples", "200 batches", "1e4samples", "30s", "1.5s")]
     ['100iterations', '10000samples', '200batches', '10000samples', '30s', '1.5s']

@@ -63,7 +63,8 @@ class Segment:
         return self.num_elements * self.dtype.itemsize
 
     def zero_padding(self, flat: Tensor) -> None:
-        """Of the segment, or of what lies before its tail: what came between tensors goes, such as from a codec."""
+        """Zero what lies between tensors, and behind them up to the segment's tail: a codec, for one, may have written
+        there."""
         ends = [0, *(slot.stop for slot in self.slots)]
         starts = [*(slot.offset for slot in self.slots), self.num_elements - self.tail]
         for start, stop in zip(ends, starts, strict=True):

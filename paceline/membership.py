@@ -25,15 +25,3 @@ class Membership:
     @property
     def size(self) -> int:
         return len(self.ranks)
-
-    def without(self, rank: int) -> "Membership":
-        """The next epoch, after this rank has gone. Raises ValueError if it takes no part, or nobody is left."""
-        if rank not in self.ranks:
-            raise ValueError(f"rank {rank} is none of {self.ranks}")
-        return Membership(self.epoch + 1, tuple(other for other in self.ranks if other != rank))
-
-    def with_rank(self, rank: int) -> "Membership":
-        """The next epoch, after this rank has come. Raises ValueError if it takes part already, or is negative."""
-        if rank in self.ranks:
-            raise ValueError(f"rank {rank} takes part already")
-        return Membership(self.epoch + 1, tuple(sorted((*self.ranks, rank))))

@@ -20,6 +20,7 @@ ALL_SHARDS = -1
 VOID, STOP, ADMITTED, IN_TURN = 1, 2, 4, 8  # flags of EXCHANGE and ANSWER
 APART = 16  # of ATTACH: no server is on this worker's host
 HOLD = 32  # of EXCHANGE: other servers are to have it, too, before it counts
+UNCODED = 128  # of EXCHANGE: tensors are as they are, whatever codec others come through
 MORE = 64  # of REPLICATE: the next entry is of the same change
 HEAD_BYTES = 256
 """Bytes that a message takes besides its tensors: header, body, and what a network puts around them."""
@@ -106,8 +107,11 @@ class Kind(IntEnum):
     PULL_VALUES = 66
     READ_CLOCKS = 67
     MEET = 68
+    COPIED = 69
 
 
+ABOUT_ROWS = frozenset({Kind.READ_ROWS, Kind.READ_AHEAD, Kind.PUSH_ROWS, Kind.CHANGED_ROWS})
+"""What workers ask servers about rows in a step."""
 _KINDS = {kind.value: kind for kind in Kind}  # quicker than `Kind(number)` by 0.4 microseconds
 
 

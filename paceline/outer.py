@@ -25,7 +25,7 @@ class Outer(Piece, ABC):
 
     @abstractmethod
     def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
-        """Of the shared parameters. Raises ValueError for a setting that is out of range."""
+        """The optimizer of the shared parameters. Raises ValueError for a setting that is out of range."""
 
 
 @final

@@ -200,7 +200,7 @@ def _cut(order: Tensor, shares: Sequence[float], *, least: int = 1) -> list[Tens
 
 
 def _drawn_shares(draws: random.Random, alpha: float, count: int) -> list[float]:
-    """Of a Dirichlet distribution; of one so uneven that no number is left above 0, one gets all."""
+    """Shares from a Dirichlet distribution. Where it is so uneven that no number is left above 0, one gets all."""
     shares = [draws.gammavariate(alpha, 1.0) for _ in range(count)]
     if not any(shares):
         shares[draws.randrange(count)] = 1.0

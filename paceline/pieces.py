@@ -28,7 +28,7 @@ class Piece:
     """What an option can name. Its text is its name with the fields that are not as by default."""
 
     name: ClassVar[str]
-    """On the command line; none: the piece is for strategies of one's own."""
+    """The name on the command line; none: the piece is for strategies of one's own."""
 
     def __init_subclass__(cls, *, name: str | None = None) -> None:
         if name is not None:
@@ -39,7 +39,7 @@ class Piece:
 
 
 def name_of(piece: Piece) -> str:
-    """Its name on the command line, or its class's if it has none there."""
+    """The piece's name on the command line, or its class's if it has none there."""
     return type(piece).name if is_named(type(piece)) else type(piece).__name__
 
 

@@ -47,8 +47,8 @@ class Accountant:
         self._spent = self._spent + steps * renyi_divergences(noise_multiplier, sample_rate)
 
     def epsilon(self, *, delta: float) -> float:
-        """So that everything spent is (epsilon, delta)-private (Canonne, Kamath and Steinke, NeurIPS 2020, proposition
-        12). Raises ValueError if delta is not between 0 and 1."""
+        """The epsilon with which everything spent is (epsilon, delta)-private (Canonne, Kamath and Steinke, NeurIPS
+        2020, proposition 12). Raises ValueError if delta is not between 0 and 1."""
         if not 0 < delta < 1:
             raise ValueError(f"delta must be between 0 and 1, not {delta}")
         if not self._spent.any():
@@ -60,9 +60,9 @@ class Accountant:
 
 @lru_cache(maxsize=64)
 def renyi_divergences(noise_multiplier: float, sample_rate: float) -> Tensor:
-    """Of one release, at each order (Mironov, Talwar and Zhang, "Renyi differential privacy of the sampled Gaussian
-    mechanism", 2019, section 3.3), by quadrature: the integrand is smooth and falls as a Gaussian does, so that the
-    trapezoidal rule is exact to rounding."""
+    """What one release costs at each order (Mironov, Talwar and Zhang, "Renyi differential privacy of the sampled
+    Gaussian mechanism", 2019, section 3.3), by quadrature: the integrand is smooth and falls as a Gaussian does, so
+    that the trapezoidal rule is exact to rounding."""
     return torch.tensor([_divergence(order, noise_multiplier, sample_rate) for order in ORDERS], dtype=torch.float64)
 
 
@@ -70,11 +70,11 @@ class OnSum(NamedTuple):
     """A server's noise."""
 
     multiplier: float
-    """Of the noise on the sum of changes, over the clip."""
+    """The standard deviation of the noise on the sum of changes, over the clip."""
     count_deviation: float
-    """Of the noise on how many changes were within the clip, each counted as 1/2 or -1/2."""
+    """The standard deviation of the noise on how many changes were within the clip, each counted as 1/2 or -1/2."""
     quantile: float | None
-    """Of norms, which the clip follows by that count."""
+    """Which quantile of the norms the clip follows by that count; none: it stays."""
 
 
 @dataclass(frozen=True)

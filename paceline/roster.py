@@ -129,7 +129,7 @@ class Turn(NamedTuple):
     client: int
     num_samples: int
     num_batches: int
-    """Of each pass over its samples."""
+    """Batches in each pass over its samples."""
     times: int = 1
     """How often it was drawn."""
     behind: int = 0

@@ -15,7 +15,7 @@ class RowFile(NamedTuple):
     name: str
     server: int
     num_servers: int
-    """Of whom it was one: which keys it may have follows."""
+    """How many servers there were when it was written, of which this was one: which keys it may have follows."""
     sha256: str
 
     @property

@@ -104,7 +104,7 @@ class Rounds(Schedule):
         return [-(-length * (fragment + 1) // self.fragments) for fragment in range(self.fragments)]
 
     def _begins(self, length: int) -> list[int]:
-        """In a short round, no fragment leaves before the one before it is joined."""
+        """When each fragment of a round leaves. In a short round, none does before the one before it is joined."""
         ends = self._ends(length)
         return [min(end, max(end - self.delay, before + 1)) for before, end in zip([0, *ends], ends, strict=False)]
 

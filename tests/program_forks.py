@@ -28,7 +28,6 @@ import socket
 import struct
 import sys
 import threading
-import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -173,7 +172,7 @@ def _run(asked: dict[str, Any]) -> NoReturn:
         told = error.__traceback__
         while told is not None and told.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             told = told.tb_next
-        traceback.print_exception(error.with_traceback(told))
+        sys.excepthook(type(error), error.with_traceback(told), told)
         if isinstance(error, KeyboardInterrupt):
             _end_interrupted()
         status = 1

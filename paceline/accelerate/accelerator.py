@@ -118,7 +118,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Without DistributedDataParallel: the optimizer exchanges."""
+        """The model without DistributedDataParallel: the optimizer exchanges."""
         return cast(nn.Module, super().prepare_model(model, device_placement, evaluation_mode=True))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -202,11 +202,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """In memory of its own: parameters are views of one buffer, of which files of safetensors would keep one."""
+        """The state, in memory of its own: parameters are views of one buffer, of which files of safetensors would keep
+        one."""
         return apart(super().get_state_dict(model, unwrap))
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """With weights in memory of their own: Accelerate leaves tensors of one buffer out of files of safetensors."""
+        """Save weights in memory of their own: Accelerate leaves tensors of one buffer out of files of safetensors."""
         if safe_serialization and isinstance(obj, OrderedDict):  # as which it takes the state dict of a model
             obj = OrderedDict(apart(obj))
         super().save(obj, f, safe_serialization)

@@ -101,14 +101,16 @@ def gram_of(contributions: Sequence[Contribution]) -> Tensor:
 
 
 def squared_distances(gram: Tensor) -> Tensor:
-    """Of each two contributions, shape (n, n), symmetric to the last bit; 0 on the diagonal."""
+    """The squared distance between each two contributions, shape (n, n), symmetric to the last bit; 0 on the
+    diagonal."""
     squares = gram.diagonal()
     distances = (squares[:, None] + squares[None, :] - (gram + gram.T)).clamp(min=0)
     return distances.fill_diagonal_(0)
 
 
 def distances_from(gram: Tensor, weights: Tensor) -> Tensor:
-    """From the mixture with these weights, shape (n,), to each contribution. An infinite one has weight 0."""
+    """The distance from the mixture with these weights, shape (n,), to each contribution. An infinite one has weight
+    0."""
     inner = gram.where(gram.isfinite(), 0.0) @ weights
     return (weights @ inner - 2 * inner + gram.diagonal()).clamp(min=0).sqrt()
 

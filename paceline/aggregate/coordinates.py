@@ -119,7 +119,7 @@ def require_byzantine(byzantine: int, num_contributions: int, *, least: int) -> 
 
 
 def _stacks(contributions: Sequence[Contribution], out: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each result with what it is made of, one contribution a row."""
+    """Pairs of a result and what it is made of, one contribution a row."""
     columns = zip(*(each.gradients for each in contributions), strict=True)
     return [
         (result, torch.stack([tensor.to(result.dtype) for tensor in column]))

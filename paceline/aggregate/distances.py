@@ -125,7 +125,8 @@ def _of_best(distances: Tensor, byzantine: int, *, num_chosen: int) -> Tensor:
 
 
 def _scores(distances: Tensor, byzantine: int) -> Tensor:
-    """Of each, the sum of its n - f - 2 smallest squared distances to others, of one at least."""
+    """For each contribution, the sum of its n - f - 2 smallest squared distances to others, or of one distance at
+    least."""
     num_neighbours = max(1, len(distances) - byzantine - 2)
     others = distances.clone().fill_diagonal_(torch.inf)
     return others.sort(dim=1).values[:, :num_neighbours].sum(dim=1)

@@ -16,8 +16,8 @@ _ALMOST_ONE = 0.99
 @final
 @dataclass(frozen=True)
 class FLTrust(ByGram, name="fl-trust"):
-    """Contributions count by how far their direction is that of `trusted`, a worker whose data are known to be clean,
-    and all are as long as its own, which itself does not count (Cao et al., NDSS 2021, equations 2 to 4)."""
+    """The data of the worker `trusted` are known to be clean. Others' contributions count by how far their direction is
+    that of its own, and are made as long as it; its own does not count (Cao et al., NDSS 2021, equations 2 to 4)."""
 
     trusted: int = 0
     then = MEAN
@@ -59,7 +59,7 @@ class FoolsGold(ByGram, name="fools-gold"):
 
 
 def _cosines(gram: Tensor) -> Tensor:
-    """Of the angles between each two; 0 with one that is zero or infinite."""
+    """The cosine of the angle between each two contributions; 0 with one that is zero or infinite."""
     norms = gram.diagonal().sqrt()
     cosines = gram.where(gram.isfinite(), 0.0) / (norms[:, None] * norms[None, :])
     return cosines.nan_to_num(0.0, posinf=0.0, neginf=0.0)

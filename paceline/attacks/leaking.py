@@ -55,7 +55,7 @@ class Recovered(NamedTuple):
     """What an attack makes of it."""
 
     inputs: Tensor
-    """Of shape (1, C, H, W)."""
+    """The inputs that were found, shape (1, C, H, W)."""
     label: int
     mismatch: float
     """How far from what was sent this sample's would be: 0 is a perfect match."""

@@ -11,7 +11,7 @@ from paceline.attacks.base import SentAttack
 
 Direction = Literal["std", "mean", "sign"]
 _HALVINGS = 60
-"""Of the interval that a factor is searched in: to the last bits of a float64."""
+"""How often the interval that a factor is searched in is halved: to the last bits of a float64."""
 
 
 @final

@@ -58,8 +58,8 @@ def attach(
 
 
 def _follow(directory: Path, keeper: int, line: ProgressLine, output: "_Output") -> None:
-    """Show what there is to see until the run's guard or launcher has ended: a detached one prints its last words after
-    it has ceased to answer, and then its process ends; others' processes may go on."""
+    """Show what there is to see until the run's guard or launcher has ended. A detached one prints its last words after
+    it has ceased to answer; then its process ends. Others' processes may go on."""
     try:
         process = os.pidfd_open(keeper)
     except ProcessLookupError:

@@ -192,7 +192,7 @@ def _bounds(split: "Split") -> "tuple[Tensor, Tensor]":
 
 
 def _pixels(split: "Split", inputs: "Tensor") -> "Tensor":
-    """Between 0 and 1."""
+    """Inputs as pixels between 0 and 1."""
     return ((inputs * split.std + split.mean) / _white(split)).clamp(0, 1)
 
 

@@ -42,7 +42,7 @@ SUMMARIES = {
 """A line a command, equal to the first of its own help. The list is shown without loading the commands."""
 
 SCRIPTS_OWN = "paceline.scripts_own"
-"""In a context's `meta`: the arguments after --."""
+"""The key, in a context's `meta`, of the arguments after --."""
 
 DATA_SETS = ("digits", "mnist", "fashion-mnist", "cifar10")
 """The names in `paceline.data`, which is not imported here because it loads torch."""

@@ -25,7 +25,7 @@ class Resumed(NamedTuple):
     """A guard has another launcher go on with a run."""
 
     run: Path
-    """Its result directory."""
+    """The run's result directory."""
     lost: LauncherLost
 
 
@@ -100,7 +100,7 @@ class Guard:
             os.close(self._waiting)
 
     def _end_of_launcher(self) -> int:
-        """Its exit status, or minus the signal that it died of."""
+        """The launcher's exit status, or minus the signal that it died of."""
         process = os.pidfd_open(self._launcher)
         self._wait_for(process)
         os.close(process)
@@ -108,15 +108,15 @@ class Guard:
         return os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
 
     def _wait_for(self, descriptor: int) -> None:
-        """Until it can be read; whoever asks meanwhile is answered."""
+        """Wait until the descriptor can be read; whoever asks meanwhile is answered."""
         asked = [] if self._desk is None else [self._desk.fileno()]
         while descriptor not in select.select([descriptor, *asked], [], [])[0]:
             if self._desk is not None:
                 self._desk.turn()
 
     def _hand_on(self, number: int, frame: object) -> None:
-        """The first time as `paceline stop` does, where that is heard: a signal may have come to both processes, and
-        the second one that the launcher gets has it end without saving."""
+        """Hand a signal on to the launcher: the first time as `paceline stop` does, if the launcher hears that. A
+        signal may have come to both processes, and the second one that the launcher gets has it end without saving."""
         is_first, self._is_ended = not self._is_ended, True
         if self._launcher and not (is_first and self._has_asked()):
             os.kill(self._launcher, signal.SIGTERM)
@@ -165,7 +165,7 @@ def _unfinished_at(directory: Path) -> int:
 
 
 def _newer_checkpoint(directory: Path, *, than: int | None) -> int:
-    """Its iteration. Exits where there is none: another launcher would die as this one did."""
+    """The iteration of a newer checkpoint. Exits where there is none: another launcher would die as this one did."""
     from paceline.checkpoint import FILE_NAME  # here, because torch takes a while to load
     from paceline.checkpoint_files import iteration_of
 

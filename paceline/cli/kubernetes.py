@@ -136,7 +136,7 @@ def _deliver(text: str, output: Path | None) -> None:
 
 
 def _whole(script: Path) -> tuple[str, str]:
-    """Its name and its text. Raises UsageError if these are not all that it needs."""
+    """The script's name and its text. Raises UsageError if these are not all that it needs."""
     text = script.read_text(encoding="utf-8-sig")
     require_alone(script, text)
     return script.name, text

@@ -52,7 +52,8 @@ def plan(
         ),
     ] = None,
     steps: Annotated[
-        float | None, typer.Option(help="To the target with one worker: makes times to target absolute.")
+        float | None,
+        typer.Option(help="To the target with one worker: makes times to target absolute, and has whole rounds count."),
     ] = None,
     staleness_penalty: Annotated[
         float, typer.Option(help="What an update of staleness costs at the target; 0: it does no harm.")
@@ -147,7 +148,7 @@ def table(found: Plan) -> Table:
 
 
 def failures_table(found: Plan) -> Table:
-    """Each strategy's best in spite of failures."""
+    """A table of each strategy's best in spite of failures."""
     shown = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False, title_justify="left")
     for heading in ("with failures", "workers", "gets over them", "saves every", "goodput", "takes", "price"):
         is_text = heading in ("with failures", "gets over them")

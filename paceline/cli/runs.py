@@ -43,7 +43,7 @@ def runs(
 
 
 def state_of(result: Result) -> str:
-    """In a word: what it is at, or how it ended."""
+    """Say in one word what the run does now, or how it ended."""
     if requests.is_under_way(result.directory):
         return "under way"
     return outcome_of(result)

@@ -56,7 +56,7 @@ def _list() -> Table:
 
 
 def _comparison(workers: int) -> Table:
-    """Every topology that needs no option, and is one of so many workers."""
+    """A table of every topology that needs no option, and is one of so many workers."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     for heading in ("topology", "repeats after", "models sent a step", "distance kept", "a step"):
         table.add_column(heading, justify="left" if heading == "topology" else "right")

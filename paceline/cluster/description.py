@@ -41,6 +41,11 @@ class Hosts:
     latency_us: float = setting("from one of these hosts to another of the same rack, one way", 50.0, least=0)
     burst_kbyte: float = setting("that the network card lets pass at once after a silence, each way", 0.0, least=0)
     memory_gbyte_per_s: float = setting("at which a server updates, and workers of one host exchange", 20.0, above=0)
+    row_gbyte_per_s: float | None = setting(
+        "at which a core picks rows of tables out, updates them and puts them back; none: memory_gbyte_per_s",
+        None,
+        above=0,
+    )
     site: str = setting("which of the [[sites]] they are at", "")
     preemptions_per_hour: float = setting("that one of them is taken away, by whoever lends it", 0.0, least=0)
     notice_s: float = setting("between word that it will be taken away and that", 0.0, least=0)
@@ -61,6 +66,10 @@ class Hosts:
     @property
     def slots(self) -> int:
         return max(1, self.devices) if self.workers is None else self.workers
+
+    @property
+    def row_bytes_per_s(self) -> float:
+        return (self.row_gbyte_per_s or self.memory_gbyte_per_s) * 1e9
 
     @property
     def paid_per_hour(self) -> float:

@@ -36,7 +36,7 @@ class Auto(Codec, name="auto"):
         return tuple(_known()[name]() for name in self.among.split("+"))
 
     def of_those(self, fit: Callable[[Codec], bool]) -> "Auto":
-        """Among fewer. Raises ValueError where none fits."""
+        """The choice among those that fit. Raises ValueError where none does."""
         names = [name for name in self.among.split("+") if fit(_known()[name]())]
         if not names:
             raise ValueError(f"none of {self.among} fits")

@@ -44,8 +44,8 @@ class Codec(Piece, ABC):
     adapts: ClassVar[bool] = False
     """It stands for one of several, and is none itself."""
     seconds_per_gbyte: ClassVar[tuple[float, float]]
-    """To encode and to decode float32 tensors on one core, as `benchmarks/coding.py` measured it: for plans and
-    simulated clusters."""
+    """Seconds to encode and to decode a gigabyte of float32 on one core, as `benchmarks/coding.py` measured it: for
+    plans and simulated clusters."""
 
     @property
     @abstractmethod
@@ -60,7 +60,7 @@ class Codec(Piece, ABC):
 
     @property
     def part(self) -> float:
-        """Of the elements, or of as many coefficients, that are sent."""
+        """The share of the elements, or of as many coefficients, that is sent."""
         return 1.0
 
     @property
@@ -75,7 +75,7 @@ class Codec(Piece, ABC):
 
     @abstractmethod
     def num_bytes(self, shape: Shape) -> int:
-        """Of the payload for a float32 tensor of this shape."""
+        """How large the payload for a float32 tensor of this shape is."""
 
 
 class TensorCodec(Codec):
@@ -109,13 +109,20 @@ class JointCodec(Codec):
 
     @abstractmethod
     def average(
-        self, tensors: Sequence[Tensor], kept: Tensor, *, mean: Callable[[Tensor], None]
+        self,
+        tensors: Sequence[Tensor],
+        kept: Tensor,
+        *,
+        mean: Callable[[Tensor], None],
+        left_out: Callable[[list[Tensor]], None] = lambda tensors: None,
     ) -> tuple[list[Tensor], Tensor]:
         """The mean of all workers' tensors, approximately, and what is kept for the next. Arguments are not changed.
 
         Args:
             tensors: this worker's, of the shapes that `begin` was given.
             mean: averages a tensor over all workers, in place.
+            left_out: given what the mean will not have of this worker's tensors, before this one has given the last
+                that others need for it.
         """
 
 

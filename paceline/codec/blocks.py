@@ -60,7 +60,7 @@ class Blocks(TensorCodec):
 
     @abstractmethod
     def rounded(self, scaled: Tensor) -> Tensor:
-        """To one byte each; the argument may be overwritten."""
+        """Round each element to one byte; the argument may be overwritten."""
 
     @abstractmethod
     def read(self, codes: Tensor) -> Tensor:

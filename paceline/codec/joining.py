@@ -19,7 +19,8 @@ from paceline.division import divide
 from paceline.seeding import derive
 
 PIECE_ELEMENTS = 1 << 17
-"""Of a flat tensor that are encoded at once, where that makes no difference: they stay in a core's cache."""
+"""How many elements of a flat tensor are encoded at once, where that makes no difference: they stay in a core's
+cache."""
 Kept = Mapping[str, Tensor]
 Keeping = dict[str, Tensor]
 """`left`: what this worker left out. `part`: what it left out of the mean that it encoded for all. `q`: of a codec."""
@@ -32,7 +33,7 @@ class Peers(Protocol):
     size: int
 
     def average(self, tensor: Tensor) -> None:
-        """In place."""
+        """Average the tensor over the group, in place."""
 
     def all_to_all(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Send the i-th of these uint8 tensors to rank i; returns what each rank sent here, of so many bytes."""
@@ -100,8 +101,8 @@ def join(
     """
     Args:
         values: this worker's, 1-D, which become the mean; the same regions on every worker.
-        now: gets what is to be kept as soon as it is known. With a codec of single tensors it is complete
-            before the others get the last that they need of this worker: so it is, too, if this one then hears nothing.
+        now: gets what is to be kept as soon as it is known. What this worker has left out is complete before the others
+            get the last that they need of this worker: so it is, too, if this one then hears nothing.
         path: what tells this exchange from others with the same seed, such as step and bucket.
     """
     if isinstance(codec, JointCodec):
@@ -176,17 +177,23 @@ def _by_means(
     codec: JointCodec, peers: Peers, values: Tensor, kept: Kept, now: Keeping, regions: Sequence[Region]
 ) -> None:
     whole = values + kept["left"] if codec.feedback else values.clone()
-    tensors, now["q"] = codec.average([region.of(whole) for region in regions], kept["q"], mean=peers.average)
+
+    def left_out(tensors: Sequence[Tensor]) -> None:
+        if codec.feedback:
+            now["left"] = torch.zeros_like(whole)
+            for region, tensor in zip(regions, tensors, strict=True):
+                region.of(now["left"]).copy_(owed(tensor))
+
+    own = [region.of(whole) for region in regions]
+    tensors, now["q"] = codec.average(own, kept["q"], mean=peers.average, left_out=left_out)
     for region, tensor in zip(regions, tensors, strict=True):
         region.of(values).copy_(tensor)
-    if codec.feedback:
-        now["left"] = owed(whole.sub_(values))
 
 
 def _encoded(
     codec: TensorCodec, values: Tensor, kept: Kept, now: Keeping, name: str, regions: Sequence[Region], seed: int
 ) -> list[Payload]:
-    """Each region's payload. What is kept under that name from here on is in `now`."""
+    """Encode each region. What is kept under that name from here on is in `now`."""
     before, memory = kept.get(name), memory_of(codec)
     after = None if before is None else (torch.zeros_like if codec.shaped else torch.empty_like)(before)
     payloads = []
@@ -237,7 +244,7 @@ def form_of(codec: TensorCodec, shape: Shape) -> Form:
 def coding_s(
     codec: Codec, num_elements: int, size: int, *, seconds_per_gbyte: tuple[float, float] | None = None
 ) -> float:
-    """For how long one worker encodes and decodes in one exchange.
+    """How long one worker encodes and decodes in one exchange.
 
     Args:
         size: of the group.

@@ -19,7 +19,8 @@ class PowerSGD(JointCodec, name="powersgd"):
 
     Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization",
     NeurIPS 2019, algorithms 1 and 2. A tensor's first dimension is its matrix's rows. Vectors, and matrices that would
-    hardly shrink, go as they are.
+    hardly shrink, go as they are. What a worker leaves out is of its own matrix (e in algorithm 2 there), so that it
+    owes nothing of others' when these are gone.
     """
 
     contracts: ClassVar[bool] = True
@@ -54,7 +55,12 @@ class PowerSGD(JointCodec, name="powersgd"):
         return torch.randn(count, generator=chance).to(like.device)
 
     def average(
-        self, tensors: Sequence[Tensor], kept: Tensor, *, mean: Callable[[Tensor], None]
+        self,
+        tensors: Sequence[Tensor],
+        kept: Tensor,
+        *,
+        mean: Callable[[Tensor], None],
+        left_out: Callable[[list[Tensor]], None] = lambda tensors: None,
     ) -> tuple[list[Tensor], Tensor]:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         is_coded = [self._is_coded(shape) for shape in shapes]
@@ -68,10 +74,17 @@ class PowerSGD(JointCodec, name="powersgd"):
         rights = [part.view(columns, rank) for part, (_, columns, rank) in _cut(kept, forms, 1)]
         lefts = [matrix @ _orthonormal(right) for matrix, right in zip(matrices, rights, strict=True)]
         first = torch.cat([tensor.reshape(-1) for tensor in (*lefts, *plain)])
+        if not matrices:
+            left_out([torch.zeros_like(tensor) for tensor in tensors])
         mean(first)
         lefts = [_orthonormal(part.view(rows, rank)) for part, (rows, _, rank) in _cut(first, forms, 0)]
         if matrices:
-            kept = torch.cat([(matrix.T @ left).reshape(-1) for matrix, left in zip(matrices, lefts, strict=True)])
+            rights = [matrix.T @ left for matrix, left in zip(matrices, lefts, strict=True)]
+            # Each worker owes what its own matrix lacks: what the mean lacks is partly owed by others, who may be gone.
+            own = iter(m - left @ right.T for m, left, right in zip(matrices, lefts, rights, strict=True))
+            rest = (next(own) if coded else torch.zeros_like(t) for t, coded in zip(tensors, is_coded, strict=True))
+            left_out([each.view(t.shape).to(t.dtype) for each, t in zip(rest, tensors, strict=True)])
+            kept = torch.cat([right.reshape(-1) for right in rights])
             mean(kept)
         rights = [part.view(columns, rank) for part, (_, columns, rank) in _cut(kept, forms, 1)]
         products = iter(left @ right.T for left, right in zip(lefts, rights, strict=True))

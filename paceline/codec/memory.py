@@ -94,7 +94,7 @@ class SharedEstimate(Memory):
 
 
 def memory_of(codec: Codec) -> Memory:
-    """For gradients and deltas."""
+    """The memory that suits gradients and deltas under this codec."""
     return ErrorFeedback(codec.decay) if codec.feedback else Forgetful()
 
 

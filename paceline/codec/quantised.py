@@ -88,7 +88,7 @@ def _num_bytes(shape: Shape, num_bits: int, size: int) -> int:
 
 
 def _drawn(blocks: Tensor, norms: Tensor, num_bits: int, count: int, seed: int) -> Payload:
-    """Each block as norm / levels, and for each element a whole number of these."""
+    """Draw each block as norm / levels, and for each element a whole number of these."""
     levels = (1 << num_bits - 1) - 1
     steps = norms / levels
     chance = torch.rand(blocks.shape, generator=drawing(seed, blocks.device), device=blocks.device)

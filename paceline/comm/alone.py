@@ -102,6 +102,8 @@ class AloneCollective(Collective):
 class AloneMailbox(Mailbox):
     """Nothing comes, and there is nobody to send to."""
 
+    has_ended = False
+
     def __init__(self) -> None:
         self.timing = Timing()
 
@@ -115,7 +117,7 @@ class AloneMailbox(Mailbox):
     def send(self, message: Tensor, *, destination: int) -> None:
         raise UsageError(f"a world of 1 has no rank {destination} to send to")
 
-    def wait(self, is_over: Callable[[], bool], what: str) -> None:
+    def wait(self, is_over: Callable[[], bool], what: str, *, sender: int) -> None:
         if not is_over():
             raise UsageError(f"a world of 1 waits in vain for {what}")
 

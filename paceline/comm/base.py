@@ -1,18 +1,15 @@
 """The two ways to move tensors: among peers (`Collective`) and to and from servers (`Store`)."""
 
-import contextlib
 import functools
-import io
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, final
 
-import torch
 from torch import Tensor
 
+from paceline.comm.objects import decode_object, encode_object
 from paceline.errors import TensorMismatch
 from paceline.layout import Layout
 from paceline.row_file import RowFile
@@ -58,7 +55,8 @@ class Work(ABC):
 
     @property
     def is_lost(self) -> bool:
-        """Of a receive that is over: what came was sent once and lost, so that the tensor is as before."""
+        """Whether a receive that is over got nothing: its message was sent once and lost, and the tensor is as
+        before."""
         return False
 
     @abstractmethod
@@ -239,44 +237,6 @@ Cross = Callable[[Collective, Tensor], Callable[[], Work]]
 """Prepares what averages a tensor over a group in place, each time it is called."""
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads what is made of Python's own plain types, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
-
-
-_ZIP_MAGIC = b"PK"  # of torch's format; a pickle begins with another byte
-
-
-def encode_object(value: Any) -> Tensor:
-    """Plain data as a uint8 tensor: as a pickle that names no class, or with tensors in torch's weights-only format.
-
-    The first takes 10 microseconds there and back, the second 400. Raises TypeError if the value would need free
-    unpickling.
-    """
-    with contextlib.suppress(pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError):
-        plain = pickle.dumps(value, protocol=4)
-        _PlainUnpickler(io.BytesIO(plain)).load()
-        return torch.frombuffer(bytearray(plain), dtype=torch.uint8)
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    raw = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    try:
-        decode_object(raw)
-    except pickle.UnpicklingError as error:
-        raise TypeError(f"only plain data and tensors can be exchanged, not {type(value).__name__}: {error}") from None
-    return raw
-
-
-def decode_object(raw: Tensor) -> Any:
-    """The inverse of `encode_object`; refuses everything but plain data and tensors."""
-    content = raw.numpy().tobytes()
-    if content.startswith(_ZIP_MAGIC):
-        return torch.load(io.BytesIO(content), weights_only=True)
-    return _PlainUnpickler(io.BytesIO(content)).load()
-
-
 class Store(ABC):
     """A group of servers that own the model's parameters, seen from one worker."""
 
@@ -418,11 +378,12 @@ class TableStore(ABC):
 
     @abstractmethod
     def counts(self, table: int) -> dict[str, int]:
-        """Of all servers, see `Table.counts`."""
+        """Add up what all servers have of this table: see `Table.counts`."""
 
     @abstractmethod
     def load(self, table: int, state: Mapping[str, Tensor]) -> None:
-        """Have the servers continue with the state that rank 0 gives. Collective call."""
+        """Have the servers continue with the state that rank 0 gives. Collective call; where a worker that joins others
+        calls it, servers keep what they have."""
 
     @abstractmethod
     def save(self, table: int, directory: Path) -> list[RowFile]:
@@ -430,4 +391,4 @@ class TableStore(ABC):
 
     @abstractmethod
     def load_files(self, table: int, directory: Path, files: Sequence[RowFile]) -> None:
-        """Have the servers continue with the rows of these files. Collective call."""
+        """Have the servers continue with the rows of these files. Collective call, as `load`."""

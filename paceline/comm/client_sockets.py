@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 from paceline.messages import FRAME_BYTES, Message, Raw
 
 LARGEST_BYTES = FRAME_BYTES + 4096
-"""Of a frame: a peer that announces a larger one is cut off before anything is allocated for it."""
+"""The largest frame. A peer that announces a larger one is cut off before anything is allocated for it."""
 _QUEUE = 16
 """Messages that wait for each client, and from each, at most."""
 _HEARTBEAT_MS, _DEAD_MS = 10_000, 30_000
@@ -76,7 +76,7 @@ class ClientsSocket:
         return route.bytes, key.encode(), [frame.buffer for frame in frames]
 
     def send(self, route: bytes, message: Message) -> None:
-        """To whom the queue is full for, nothing goes: whoever does not read has not asked in earnest."""
+        """Send a message, unless the client's queue is full: whoever does not read has not asked in earnest."""
         self._socket.send_multipart([route, *message.encode()], copy=not message.payload)
 
     def num_strangers(self) -> int:
@@ -143,6 +143,6 @@ class ServerSocket:
 
 
 def _keep_alive(socket: "zmq.Socket[bytes]") -> None:
-    """So that a connection through NAT stays, and one that is dead is noticed."""
+    """Have a connection through NAT stay, and one that is dead be noticed."""
     socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl = _HEARTBEAT_MS, _DEAD_MS, _DEAD_MS
     socket.tcp_keepalive = 1

@@ -30,9 +30,9 @@ class Site:
     host: str
     """The same for exactly those ranks that can share memory."""
     gpu: str | None
-    """Its GPU, as `gpu_identity` says it."""
+    """The rank's GPU, as `gpu_identity` says it."""
     memory: BlockAddress
-    """Of what it got from `SharedMemoryCollective.prepare`."""
+    """Where the memory is that it got from `SharedMemoryCollective.prepare`."""
 
 
 def gpu_identity(device: torch.device) -> str | None:

@@ -45,6 +45,11 @@ def interface_with(address: str) -> str:
     return str(addresses[address])
 
 
+def is_of_this_host(address: str) -> bool:
+    """Whether one of its network interfaces has the IP address."""
+    return any(entry.address == address for entries in psutil.net_if_addrs().values() for entry in entries)
+
+
 @contextmanager
 def nccl_interface(address: str) -> Iterator[None]:
     """Have NCCL use the interface of the address, unless the environment names one.

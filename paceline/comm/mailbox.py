@@ -17,9 +17,18 @@ class Mailbox(ABC):
     """One worker's. A message is a 1-D uint8 tensor on the CPU, and whoever has sent it leaves it alone.
 
     What one worker sends another arrives once, and in order. Every call raises what the handler has raised.
+
+    Where workers come, leave and die, a mailbox is for those of one epoch of membership. When that ends (`has_ended`),
+    the handler goes on, so that the living still have one another's answers; each then closes its mailbox and makes
+    another. What was sent to the closed one does not come to the next.
     """
 
     timing: Timing
+
+    @property
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Whether some are gone, or others join, so that those who are there are to meet anew."""
 
     @abstractmethod
     def open(self, handler: Handler) -> None:
@@ -34,10 +43,14 @@ class Mailbox(ABC):
         """Send a message, within a turn."""
 
     @abstractmethod
-    def wait(self, is_over: Callable[[], bool], what: str) -> None:
+    def wait(self, is_over: Callable[[], bool], what: str, *, sender: int) -> None:
         """Within a turn, have the handler take what comes until it has made `is_over` true.
 
+        Args:
+            sender: who is to send that.
+
         Raises:
+            PeerLost: the sender is gone.
             DeadlineExceeded: nothing came for too long; the message names `what`.
             Aborted: the run is ending.
         """

@@ -96,7 +96,7 @@ class TensorForm:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, raw: Tensor) -> Tensor:
-        """Its bytes, 1-D and aligned for the dtype, as a tensor of this form."""
+        """The bytes, 1-D and aligned for the dtype, as a tensor of this form."""
         return raw.view(self.dtype).view(self.shape)
 
     def __str__(self) -> str:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import final
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.comm.base import Collective, Timing
 from paceline.comm.mailbox import Handler, Mailbox
 from paceline.comm.wire import Caller, Keys, Listener
-from paceline.errors import Aborted, DeadlineExceeded, PacelineError
+from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost
 from paceline.messages import Kind, Message, WireError, from_frames, to_frames
 
 _LOOK_S = 0.1
@@ -41,9 +41,20 @@ class SocketMailbox(Mailbox):
         self._callers: dict[int, Caller] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._is_closed = False
+        self._has_ended = self._is_closed = False
+        self._gone: frozenset[int] = frozenset()
         self._handler: Handler | None = None
         self._thread: threading.Thread | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended
+
+    def end(self, gone: Iterable[int]) -> None:
+        """The epoch is over, and nothing comes from these ranks any more. Callable from any thread."""
+        with self._changed:
+            self._has_ended, self._gone = True, self._gone.union(gone)
+            self._changed.notify_all()
 
     def open(self, handler: Handler) -> None:
         self._handler = handler
@@ -67,14 +78,18 @@ class SocketMailbox(Mailbox):
         caller.send(Message(Kind.MAIL, self._epoch, self._rank, tensor_bytes=num_bytes, payload=to_frames([message])))
         self.timing.moved_bytes += num_bytes
 
-    def wait(self, is_over: Callable[[], bool], what: str) -> None:
+    def wait(self, is_over: Callable[[], bool], what: str, *, sender: int) -> None:
         began_s = time.perf_counter()
-        while not is_over():
-            came = self._changed.wait(self._deadline_s)
-            self._require_going()
-            if not came:
-                raise DeadlineExceeded(f"rank {self._rank}: {what} did not come within {self._deadline_s:g} s")
-        self.timing.communication_s += time.perf_counter() - began_s
+        try:
+            while not is_over():
+                if sender in self._gone:
+                    raise PeerLost(f"rank {self._rank}: {what} does not come: that rank is gone")
+                came = self._changed.wait(self._deadline_s)
+                self._require_going()
+                if not came:
+                    raise DeadlineExceeded(f"rank {self._rank}: {what} did not come within {self._deadline_s:g} s")
+        finally:
+            self.timing.communication_s += time.perf_counter() - began_s
 
     def abort(self, reason: str) -> None:
         self._fail(Aborted(f"rank {self._rank} takes no message any more: {reason}"))
@@ -86,8 +101,8 @@ class SocketMailbox(Mailbox):
         if self._thread is not None:
             self._thread.join()
         self._listener.close()
-        for caller in self._callers.values():
-            caller.close(linger_s=_LINGER_S)
+        for caller in self._callers.values():  # of an epoch that is over, all that the living wait for has come
+            caller.close(linger_s=0.0 if self._has_ended else _LINGER_S)
 
     def _serve(self) -> None:
         """What the thread does."""

@@ -103,7 +103,7 @@ class Tickets:
         return tickets
 
     def _begin(self, address: str | None) -> None:
-        """With a key pair of the server's and nobody's tickets, unless another process has just done so."""
+        """Begin with a key pair for the server and with nobody's tickets, unless another process has just done so."""
         where = ":".join(map(str, split_address(address or socket.getfqdn())))
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with self._alone():
@@ -161,7 +161,7 @@ class Tickets:
         self.path_of(client).unlink(missing_ok=True)
 
     def client_of(self, key: bytes) -> int | None:
-        """Whose public key it is, now; none: nobody's."""
+        """The client whose public key it is now; none: nobody's."""
         try:
             found = os.stat(self.directory / _LIST)
         except OSError:
@@ -203,7 +203,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """For the owner's eyes alone."""
+    """Write a file that nobody but its owner may read."""
     with durable.whole(path) as partial:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -20,9 +20,9 @@ from paceline.comm.delivery import Delivery, opened
 from paceline.messages import Message, Raw
 
 AGAIN_S, _MOST_PATIENCE_S = 1.0, 8.0
-"""Whose connection was broken, and who has asked to begin again and is not answered for so long, connects anew: a
-listener that has not seen the last connection break does not hear the next one. Each time it waits twice as long, up to
-the second."""
+"""A caller whose connection broke asks to begin again. If it is not answered within the first of these times, it
+connects anew: a listener that has not seen the last connection break does not hear the next one. Each time it waits
+twice as long, up to the second."""
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 30,
@@ -102,7 +102,7 @@ class Listener:
         return (identity, frames) if heard.is_new else None
 
     def send(self, identity: bytes, message: Message, *, keep: bool = True) -> None:
-        """Nothing goes to whom nothing has come from. `keep`: as of `Delivery.send`."""
+        """Send, unless nothing has come from there. `keep`: as of `Delivery.send`."""
         delivery = self._deliveries.get(identity)
         if delivery is not None:
             frames = delivery.send(message.encode(), keep=keep)

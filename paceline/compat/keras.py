@@ -62,7 +62,7 @@ class Averaging(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no
         self._set(self._worker.all_reduce_tree({when: self._weights()})[when])
 
     def _weights(self) -> list[Any]:
-        """Of real numbers."""
+        """The weights that are real numbers."""
         if keras.backend.backend() == "jax":
             self.model.jax_state_sync()  # while `fit` trains, variables are out of date; it reads them again after this
         return [variable.numpy() for variable in self._averaged()]

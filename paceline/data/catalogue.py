@@ -24,7 +24,7 @@ class Entry:
     num_test_files: int
     """The last so many of the files are the test split's, the others the training split's."""
     read: Read
-    """From one split's files to images uint8 [N, C, H, W] and labels int64 [N]."""
+    """Reads one split's files as images, uint8 [N, C, H, W], and labels, int64 [N]."""
     num_classes: int
     shape: tuple[int, int, int]
     mean: tuple[float, ...]

@@ -3,7 +3,8 @@ thread."""
 
 from paceline.elastic.coordinator import Coordinator
 from paceline.elastic.cursor import Cursor, Deal, resized
-from paceline.elastic.lanes import Done, Lane, LaneBatch, Lanes
+from paceline.elastic.lane_book import LaneBook
+from paceline.elastic.lanes import Done, Lane, LaneBatch, Lanes, further
 from paceline.elastic.lease import Lease
 from paceline.elastic.member import Member
 from paceline.elastic.messages import Form, Report, StaleEpoch
@@ -19,10 +20,12 @@ __all__ = [
     "GlobalBatch",
     "Lane",
     "LaneBatch",
+    "LaneBook",
     "Lanes",
     "Lease",
     "Member",
     "Report",
     "StaleEpoch",
+    "further",
     "resized",
 ]

@@ -39,6 +39,12 @@ class Deal:
         """For a file."""
         return asdict(self)
 
+    @property
+    def stand_in(self) -> tuple[Any, ...]:
+        """A sample for a member that has none, with which it counts nothing. When all who had some are gone, it is one
+        of those that are dealt anew."""
+        return next(filter(None, (*self.parts, self.after.rest)))[:1]
+
     def weight(self, place: int) -> float:
         """This member's share of the update, times the number of members: so the mean over them adds up the shares."""
         return len(self.parts[place]) * len(self.parts) / self.num_samples

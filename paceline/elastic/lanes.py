@@ -37,6 +37,11 @@ class Done(NamedTuple):
     steps: int = 0
 
 
+def further(one: Done, other: Done) -> Done:
+    """Return the later one of two words about the same worker."""
+    return max(one, other, key=lambda done: done.steps)
+
+
 @final
 @dataclass(frozen=True)
 class Lanes:

@@ -119,7 +119,7 @@ def _owner_of(name: str) -> int | None:
 
 
 def _name(directory: Path, *, is_guard: bool = False) -> str:
-    """In the kernel's own list of sockets, so that none is left in the file system."""
+    """The socket's name in the kernel's own list, so that no file is left of it."""
     found = directory.stat()
     return f"\0paceline-{found.st_dev:x}-{found.st_ino:x}{'-guard' if is_guard else ''}"
 

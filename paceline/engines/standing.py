@@ -22,6 +22,8 @@ class Progress:
     waiting_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     phase: str = "starting"
+    num_workers: int | None = None
+    """How many workers are there now, once some have come or gone; None: as many as the run began with."""
     not_saved: str | None = None
     """Why the last checkpoint was not written, if it was not."""
     how_to_go_on: str = ""
@@ -45,16 +47,25 @@ class Progress:
                 self.waiting_s += record.waiting_s
             elif isinstance(record, EvaluationRecord):
                 self.metrics = record.metrics
-            elif isinstance(record, EventRecord) and record.name == "training":
+            elif isinstance(record, EventRecord):
+                self._take_event(record)
+
+    def _take_event(self, event: EventRecord) -> None:
+        match event.name:
+            case "training":
                 self.phase = "training"
-                self.began_s = record.time_s
-            elif isinstance(record, EventRecord) and record.name == "checkpoint":
-                self.iteration = max(self.iteration, record.iteration)
+                self.began_s = event.time_s
+            case "checkpoint":
+                self.iteration = max(self.iteration, event.iteration)
                 self.not_saved = None
-            elif isinstance(record, EventRecord) and record.name == "not_saved":
-                self.not_saved = str(record.details["error"])
-            elif isinstance(record, EventRecord) and record.name == "saves_itself":
-                self.how_to_go_on = f"this script saves by itself: {record.details['how']}"
+            case "not_saved":
+                self.not_saved = str(event.details["error"])
+            case "saves_itself":
+                self.how_to_go_on = f"this script saves by itself: {event.details['how']}"
+            case "lost" | "left":  # under servers the others meet only later
+                self.num_workers = event.details.get("left", self.num_workers)
+            case "reformed":
+                self.num_workers = len(event.details["ranks"])
 
 
 class LauncherLost(NamedTuple):
@@ -64,7 +75,7 @@ class LauncherLost(NamedTuple):
     why: str
     """The signal's name."""
     iteration: int
-    """That the run had come to."""
+    """The iteration that the run had come to."""
     resumed_at: int
     """The iteration of the checkpoint that it goes on from."""
 

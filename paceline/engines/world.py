@@ -32,7 +32,8 @@ class World:
     store: Store | None = None
     """Where workers on several hosts find one another; none where all are on one."""
     address: str = ""
-    """At which workers on other hosts reach this one; empty where there are none, or the environment says it."""
+    """The address at which workers on other hosts reach this one; empty where there are none, or the environment says
+    it."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     at_release: list[Callable[[], None]] = field(default_factory=list)
     """Gives back files and hooks; what fails in it is no failure of the run."""

@@ -6,6 +6,6 @@ Nothing of Horovod is needed, and nothing is compiled. `paceline.horovod.torch` 
 from paceline.horovod.interactive import run
 
 __version__ = "0.28.1"
-"""Of Horovod, whose interface this is; scripts look at it."""
+"""The version of Horovod whose interface this is; scripts look at it."""
 
 __all__ = ["run"]

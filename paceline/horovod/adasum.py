@@ -7,7 +7,7 @@ from paceline.comm.base import Collective
 
 
 def combine(mine: Tensor, theirs: Tensor) -> Tensor:
-    """Of two gradients (section 3, equation 8): each loses half of what the other has in its direction.
+    """Join two gradients (section 3, equation 8): each loses half of what the other has in its direction.
 
     float64 sums; the result has the first one's dtype.
     """
@@ -19,7 +19,7 @@ def combine(mine: Tensor, theirs: Tensor) -> Tensor:
 
 
 def adasum(tensor: Tensor, collective: Collective) -> Tensor:
-    """Of all ranks' tensors, whose number is a power of two: pairs at distance 1, 2, 4 and so on (section 4.2)."""
+    """Join all ranks' tensors, whose number is a power of two: pairs at distance 1, 2, 4 and so on (section 4.2)."""
     result = tensor.clone()
     distance = 1
     while distance < collective.size:

@@ -22,7 +22,7 @@ from paceline.horovod.timeline import Timeline
 
 _LEAVE_WITHIN_S = 5.0
 _ENOUGH_BYTES = 2**20
-"""So many are worth a round of their own, though more is being asked for."""
+"""So many bytes are worth a round of their own, though more is being asked for."""
 _LONGEST_CYCLES = 8
 """Looks at whether a script still asks are this far apart at last; each takes the interpreter from it."""
 
@@ -38,7 +38,8 @@ class Operation:
     is_group: bool = False
     """Whether the script gets a list."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of the tensors, where they are not the request's: of an all-reduce, a tensor may hold all of its request's."""
+    """The tensors' shapes, where they are not the request's: in an all-reduce, one tensor may hold all of its
+    request's."""
     splits: tuple[int, ...] = ()
     """For alltoall: how many rows each rank gets."""
     run: Callable[[Collective], Any] | None = None

@@ -30,7 +30,7 @@ class Line(ABC):
 
     def __init__(self) -> None:
         self.epoch = 0
-        """Of the membership that the worker is in."""
+        """The epoch of the membership that the worker is in."""
         self.has_newcomers = False
         """Whether some of that membership were not in the one before."""
         self._update: tuple[int, float, int] | None = None  # epoch, time, what: the last that was heard

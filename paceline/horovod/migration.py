@@ -186,7 +186,8 @@ def _name_of_horovod(tree: ast.Module) -> str:
 
 
 def _model_of(tree: ast.Module, facts: _Facts) -> str:
-    """From `hvd.broadcast_parameters(model.state_dict(), ...)`, or `named_parameters=model.named_parameters()`."""
+    """The model's name, from `hvd.broadcast_parameters(model.state_dict(), ...)` or
+    `named_parameters=model.named_parameters()`."""
     assert facts.optimizer is not None
     for node in [*ast.walk(facts.optimizer.value), *ast.walk(tree)]:
         owner, _, method = _called(node).rpartition(".")
@@ -196,7 +197,7 @@ def _model_of(tree: ast.Module, facts: _Facts) -> str:
 
 
 def _training_loader(loaders: Sequence[ast.Assign], set_epochs: set[str]) -> ast.Assign:
-    """Whose sampler is told epochs; else the only one, or the only one that is called after training."""
+    """The loader whose sampler is told epochs; else the only one, or the only one that is called after training."""
     told = [each for each in loaders if _keyword_name(each.value, "sampler") in set_epochs]
     named = [each for each in loaders if "train" in _target(each)]
     for found in (told, loaders, named):

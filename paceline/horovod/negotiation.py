@@ -1,10 +1,9 @@
 """Which operations all ranks of a process set have asked for: matched by name, in whatever order ranks ask.
 
 Pure. In every round each rank says what is new, all hear the same, and so all come to the same decision: there is no
-coordinator. What has been agreed on once is called by a number afterwards, and all numbers of a round are bits of one
-word (Sergeev & Del Balso, 2018, describe the coordinator that this replaces; its response cache has the same purpose).
-What all ranks have asked for alike is then due where the ranks' words agree, which costs the same for one operation as
-for a thousand.
+coordinator. What has been agreed on once has a number afterwards, and all numbers of a round are bits of one word. The
+response cache of Horovod's coordinator has the same purpose (Sergeev & Del Balso, 2018). What all ranks have asked for
+alike is due where their words agree, which costs the same for one operation as for a thousand.
 """
 
 import functools

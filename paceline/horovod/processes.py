@@ -66,7 +66,7 @@ class Job:
     program: Program | Command
     variables: Mapping[str, str] = field(default_factory=dict)
     start_within_s: float = 300.0
-    """Until when every host has to answer, and ranks have to meet."""
+    """The time within which every host has to answer, and ranks have to meet."""
     is_elastic: bool = False
     keep: Callable[[int, list[list[Any]]], None] | None = None
     """Takes a worker's number and its records; none: workers do not record."""
@@ -162,7 +162,7 @@ class WorkerProcess:
             self._copying.append(thread)
 
     def wait(self, within_s: float | None = None) -> int | None:
-        """Its status once it has ended; None if it goes on for longer."""
+        """The status once it has ended; None if it goes on for longer."""
         try:
             return self._process.wait(within_s)
         except subprocess.TimeoutExpired:

@@ -21,7 +21,7 @@ class Standing(NamedTuple):
 
     iteration: int = 0
     time_s: float = 0.0
-    """Of its training clock."""
+    """The time by its training clock."""
 
 
 @final

@@ -55,7 +55,7 @@ class Request:
 
     @functools.cached_property
     def dtypes(self) -> tuple[str, ...]:
-        """Of its tensors, each once."""
+        """The dtypes of its tensors, each once."""
         return tuple(dict.fromkeys(each.dtype for each in self.members))
 
     @functools.cached_property

@@ -155,10 +155,10 @@ class Runtime:
 
 _ledger = Ledger()
 _recorder: Recorder | None = None
-"""Of this process's run, however often the script calls `init`."""
+"""The recorder of this process's run, however often the script calls `init`."""
 _runtime: Runtime | None = None
 _own_world: World | None = None
-"""That `init` has met itself."""
+"""The world that `init` itself has met in."""
 _num_connected = 0
 
 
@@ -234,7 +234,7 @@ def shutdown() -> None:
 
 
 def _meet_anew(line: lines.Line) -> Runtime:
-    """In the next membership of an elastic job."""
+    """Meet in the next membership of an elastic job."""
     global _own_world
     atexit.unregister(end)
     atexit.register(end)

@@ -28,11 +28,11 @@ class _Open:
     due: set[int]
     """Servers that owe an answer."""
     pulled: Pairs | None
-    """Of a list of keys: where values are put as they come."""
+    """For a list of keys: where values are put as they come."""
     parts: dict[int, slice]
     """By server: which of them are its."""
     pairs: dict[int, Pairs] = field(default_factory=dict)
-    """Of a range: what each server has."""
+    """For a range: what each server has."""
     clocks: list[RangeClock] = field(default_factory=list)
 
 

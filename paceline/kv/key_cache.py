@@ -26,13 +26,13 @@ class KeyCache:
         self._lists: OrderedDict[str, Tensor] = OrderedDict()
 
     def knows(self, signature: str, keys: Tensor) -> bool:
-        """Of the sender: whether the name alone will do. The list is known from here on."""
+        """The sender asks whether the name alone will do. The list is known from here on."""
         is_known = signature in self._lists
         self.note(signature, keys)
         return is_known
 
     def recall(self, signature: str) -> Tensor:
-        """Of the receiver: the list of this name. Raises WireError if there is none."""
+        """The receiver asks for the list of this name. Raises WireError if there is none."""
         if signature not in self._lists:
             raise WireError(f"no list of keys has the signature {signature[:32]!r}")
         self._lists.move_to_end(signature)

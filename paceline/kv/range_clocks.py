@@ -18,7 +18,7 @@ class RangeClock(NamedTuple):
 
 @final
 class RangeClocks:
-    """Of the keys `start` to `stop`, for these workers, all at clock 0."""
+    """The clocks of these workers for the keys from `start` to `stop`, which begin at 0."""
 
     def __init__(self, start: int, stop: int, workers: Collection[int]) -> None:
         self._stop = stop

@@ -26,10 +26,10 @@ class Request:
     kind: Kind
     worker: int
     timestamp: int
-    """Of the worker's requests; ascends."""
+    """The number of the worker's request; it ascends."""
     keys: Keys = range(0)
     values: Tensor | None = None
-    """To be pushed, shape (keys, dim)."""
+    """What is pushed, shape (keys, dim)."""
     function: str = "add"
     within: range = range(0)
     """The range that the push is all about: the worker's clock advances in it."""
@@ -38,7 +38,7 @@ class Request:
     clock: int = 0
     """Workers' clocks in the range of the keys are to have come to this first."""
     drops: bool = False
-    """Of one who leaves: what of this worker's has not begun never will."""
+    """The worker leaves: what it has asked for and has not begun yet never will."""
 
     def message(self, cache: KeyCache) -> Message:
         """

@@ -37,7 +37,7 @@ class Rows:
         self._rows[places] = rows
 
     def missing(self, keys: Tensor) -> Tensor:
-        """Of each key, whether it was never written."""
+        """For each key, whether it was never written."""
         return ~self._find(keys)[1]
 
     def between(self, start: int, stop: int) -> Pairs:
@@ -46,7 +46,7 @@ class Rows:
         return Pairs(self.keys[first:last], self._rows[first:last])
 
     def _find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Each key's place, and whether it is there."""
+        """For each key its place, and whether it is there."""
         places = torch.searchsorted(self.keys, keys)
         if not len(self.keys):
             return places, torch.zeros(len(keys), dtype=torch.bool)

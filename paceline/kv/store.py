@@ -47,7 +47,7 @@ class Store:
         for socket in (socket for caller in self._callers for socket in caller.sockets):
             self._poller.register(socket, zmq.POLLIN)
         self.sent_bytes = self.received_bytes = 0
-        """Of all messages so far: headers, keys and values."""
+        """Bytes of all messages so far: headers, keys and values."""
 
     def push(
         self,
@@ -169,7 +169,7 @@ class Store:
         return has_come
 
     def _take(self) -> bool:
-        """Of each server a message, if one has come; whether any has."""
+        """Take one message from each server that has sent one. Returns whether any has."""
         has_come = False
         for index, caller in enumerate(self._callers):
             if (frames := caller.receive()) is None:

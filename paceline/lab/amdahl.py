@@ -16,7 +16,7 @@ class Fit:
     """The serial fraction that explains the measurements best."""
 
     serial_fraction: float
-    """In 0..1; 0 also where the speed-up is more than linear."""
+    """The part that is not sped up, in 0..1; 0 also where the speed-up is more than linear."""
     residual: float
     """Root mean square of the measured speed-ups' distance from the fitted ones."""
 

@@ -37,9 +37,9 @@ class Costs:
     workers: int
     servers: int
     time_s: float
-    """To the target, mean over the seeds that reached it; NaN if none did."""
+    """Time to the target, mean over the seeds that reached it; NaN if none did."""
     samples: PerSeed
-    """To the target, of the seeds that reached it."""
+    """Samples to the target, of the seeds that reached it."""
     worker_s: Mapping[str, PerSeed]
     """Seconds of one worker that one sample takes, by part, of the seeds that finished."""
     moved_per_s: float = math.nan

@@ -46,7 +46,7 @@ class Comparison:
     centres: Floats
     """What a run of each arm measures in the middle of all seeds. Shape (arms,)."""
     covariance: Floats
-    """Of the centres, in units of the squared spread. Shape (arms, arms)."""
+    """How uncertain the centres are, in units of the squared spread. Shape (arms, arms)."""
     are_linked: NDArray[np.bool_]
     """Whether two arms can be compared, through seeds that they share with each other or with others."""
     spread: float

@@ -24,7 +24,7 @@ def _framed(image: Tensor) -> Tensor:
 
 
 def _png(picture: Tensor) -> bytes:
-    """Of shape (3, H, W): the PNG specification, second edition, sections 5 and 11."""
+    """A picture of shape (3, H, W) as PNG, by the format's specification, second edition, sections 5 and 11."""
     _, height, width = picture.shape
     pixels = (picture * 255).round().to(torch.uint8).permute(1, 2, 0).reshape(height, 3 * width)
     raw = b"".join(b"\0" + bytes(row.tolist()) for row in pixels)

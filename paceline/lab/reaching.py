@@ -14,7 +14,7 @@ class Reaching:
 
     evaluation: EvaluationRecord
     resolution_s: float
-    """Since the evaluation before, or since the start."""
+    """Time since the evaluation before, or since the start."""
 
 
 def first_reaching(evaluations: Sequence[EvaluationRecord], target: Target, hold: int | None) -> Reaching | None:

@@ -89,7 +89,8 @@ def render(pages: Sequence[Page]) -> str:
 
 
 def _virtual_note(subjects: Sequence[Subject]) -> str:
-    """For the page's header: whose times are no measurements; empty where all are."""
+    """What the page's header says of simulated clusters, whose times are no measurements; empty where all are
+    measured."""
     simulated = [subject for subject in subjects if subject.is_virtual]
     if not simulated:
         return ""

@@ -299,7 +299,7 @@ def _clear_left_behind(study: Path, trial: str) -> None:
 
 
 def _wait_for_processes(directory: Path, *, limit_s: float) -> None:
-    """Until the trial's own are gone, as far as they are on this machine."""
+    """Wait until the trial's own processes are gone, as far as they are on this machine."""
     started = [event for event in read_records(directory, EventRecord) if event.name == "started"]
     pids: Mapping[str, int] = started[-1].details.get("pids", {}) if started else {}
     written_s = record_path(directory, EventRecord).stat().st_mtime if pids else 0.0

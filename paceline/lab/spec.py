@@ -43,8 +43,8 @@ def _require_elastic(elastic: Elastic, strategy: Strategy, workers: int) -> None
 
 _EXTENSIBLE = ("strategies", "workers", "seeds")
 _INCIDENTAL = ("script", "address", "insecure", "deadline_s", "start_deadline_s")
-"""May change while a study goes on: where the same text lies, where the cluster is to be found today, and how long a
-trial may hang, which no trial that has finished did."""
+"""What may change while a study goes on: where the same script lies, where the cluster is to be found today, and how
+long a trial may hang; trials that have finished did not."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class StudySpec:
     elastic: str | None = None
     """`MIN:MAX`: workers may die and come, under strategies that can go on without some; the others run without."""
     replace: int | None = None
-    """Of elastic runs: so many times a new worker starts in the place of one that is gone."""
+    """In elastic runs, how often a new worker starts in the place of one that is gone."""
     checkpoint_every: int | None = None
     """Iterations; simulated runs that a failure has ended begin anew from there."""
     deadline_s: float = RunConfig.deadline_s

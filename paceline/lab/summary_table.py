@@ -27,9 +27,9 @@ class Cell:
 
 
 def summary_table(frames: Frames, *, has_target: bool, metric: str | None, seconds: str) -> dict[str, Any]:
-    """`headings` and `rows` of cells, one a strategy and number of workers, for templates; marked is the first to the
-    target, or, where chance may explain their differences, each that may be it. `seconds` is `s` or `virtual s`.
-    Without a target the columns that speak of it are left out."""
+    """`headings` and `rows` of cells for templates, a row for each strategy and number of workers. The first to the
+    target is marked; where chance may explain their differences, so is each that may be the first. `seconds` is `s` or
+    `virtual s`. Without a target the columns that speak of it are left out."""
     summary = frames.summary
     virtual, seconds = seconds.removesuffix("s"), seconds.replace(" ", _NO_BREAK)
     columns: list[tuple[str, Callable[[Any], Cell]]] = []

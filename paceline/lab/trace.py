@@ -39,7 +39,7 @@ class Window:
     """The part of a run that is drawn: the steps that end in it, but no more than `MAX_STEPS`."""
 
     begin_s: float = 0.0
-    """On the training clock."""
+    """When it begins on the training clock."""
     end_s: float = math.inf
     num_drawn: int = 0
     num_left_out: int = 0

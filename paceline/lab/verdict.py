@@ -279,7 +279,7 @@ class _Judge:
         ]
 
     def _failed(self) -> list[str]:
-        """Each reason once a combination."""
+        """Each reason for a failure, once a combination."""
         failed = self.trials[self.trials["status"] == FAILED]
         groups = list(
             failed.assign(reason=failed["reason"].map(_first_line)).groupby([*_COMBINATION, "reason"], sort=False)

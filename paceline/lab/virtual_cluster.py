@@ -32,7 +32,7 @@ class VirtualCluster:
 
     @property
     def name(self) -> str:
-        """For tables and figures: `lab-1gbe`."""
+        """The cluster's name in tables and figures, such as `lab-1gbe`."""
         return Path(self.source).stem
 
     def to_json(self) -> dict[str, str]:

@@ -16,9 +16,9 @@ from paceline.running.frameworks import agree_on, begin, join, require_strategy
 from paceline.training.sharding import RoundBatches, ShardedLoader
 
 _KEY = "paceline"
-"""Of what Lightning's checkpoints hold for Paceline."""
+"""The key of what Lightning's checkpoints hold for Paceline."""
 _JOB = "paceline_job"
-"""Of the job of SLURM that has saved a checkpoint."""
+"""The key of the number of SLURM's job that has saved a checkpoint."""
 
 
 class StrategyBody(WorldBody):

@@ -52,8 +52,8 @@ class Home(Holder, Protocol):
         """The batch that `expect_next` was told of does not come."""
 
     def look(self, keys: Tensor) -> Tensor | None:
-        """The rows of these keys, which may come more than once, as they are now, shape (keys, dim), where they lie in
-        memory that this process sees; none: they are to be `read`."""
+        """The rows of these keys as they are now, shape (keys, dim), where they lie in memory that this process sees.
+        Keys may come more than once. None: the rows are to be `read`."""
 
     def read(self, keys: Tensor, *, is_fresh: bool) -> Tensor:
         """The rows of these keys, none twice, shape (keys, dim); if `is_fresh`, as they are now."""
@@ -65,9 +65,9 @@ class ShardedEmbedding(nn.Module):
 
     Under `ps-bsp`, `ps-ssp` and `ps-asp` the servers hold the rows, each those in its range of the hashed keys (Li et
     al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014), and update them with the model's
-    parameters: a worker reads the rows of its batch in forward(), and gives their gradients at the step of the
-    optimizer that was prepared, of several the first. Under `single` they are in this process. A row takes memory from
-    its first update on; before that its values follow from its key. Keys never share a row.
+    parameters. A worker reads the rows of its batch in forward(). It gives their gradients when the prepared optimizer
+    steps, of several the first. Under `single` they are in this process. A row takes memory from its first update on;
+    before that its values follow from its key. Keys never share a row.
 
     The optimizer of the script has no part in it: give the table one of its own.
 
@@ -182,8 +182,9 @@ class ShardedEmbedding(nn.Module):
 
     @property
     def lr(self) -> float:
-        """Of the rows' updates from here on, which the script sets as a schedule has it, on all workers alike. It is no
-        part of a checkpoint. Setting it raises UsageError for one that the optimizer cannot have."""
+        """The learning rate of the rows' updates from here on, which the script sets as a schedule has it, on all
+        workers alike. It is no part of a checkpoint. Setting it raises UsageError for one that the optimizer cannot
+        have."""
         return self.spec.optimizer.lr if self.changed_lr is None else self.changed_lr
 
     @lr.setter
@@ -231,11 +232,11 @@ class ShardedEmbedding(nn.Module):
         self._found.clear()
 
     def rescale_gradients(self, factor: float) -> None:
-        """What was found so far is to count with another weight."""
+        """Give what was found so far another weight."""
         self._found = [RowGradients(keys, values * factor) for keys, values in self._found]
 
     def find_nonfinite(self) -> str | None:
-        """In words, a row whose gradient is NaN or infinite."""
+        """A row whose gradient is NaN or infinite, in words; none if there is none."""
         for gradients in self._found:
             key = self.spec.nonfinite(gradients)
             if key is not None:
@@ -273,6 +274,7 @@ class ShardedEmbedding(nn.Module):
         return rows
 
     def _note(self, keys: Tensor, gradient: Tensor) -> None:
+        # A copy: the `grad` of a parameter may lie in the same memory, where the script or an optimizer changes it.
         self._found.append(RowGradients(keys, gradient.detach().cpu().clone()))
 
     def _require_unscaled(self, device: str) -> None:

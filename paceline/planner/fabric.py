@@ -71,6 +71,8 @@ class Fabric:
         self._half_s = np.array([host.latency_us * 1e-6 / 2 for host in hosts])
         self._between_racks_s = racks.latency_us * 1e-6 if racks is not None else 0.0
         self._site_s = np.array([site.latency_ms * 1e-3 for site in sites] or [0.0])
+        self.row_bytes_per_s = np.array([host.row_bytes_per_s for host in hosts])
+        """At which each host's cores pick rows of tables out, and put them back."""
         costs = cluster.communication
         num_racks = int(self.rack_of[-1]) + 1
         rack_rate = racks.bandwidth_gbit_per_s * BYTES_PER_GBIT if racks is not None else np.inf

@@ -81,6 +81,12 @@ class Prediction:
         return self.step_s / self.updates_a_step
 
     @property
+    def shown_late_s(self) -> float:
+        """From when parameters are good enough until the next iteration ends, the mean: only there a run is evaluated
+        and stops. 0 but where an iteration is a round of several steps."""
+        return (self.iteration_s - self.update_s) / 2
+
+    @property
     def global_batch(self) -> float:
         """Samples an update is the mean of."""
         return self.samples_per_s * self.update_s

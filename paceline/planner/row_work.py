@@ -14,6 +14,7 @@ from paceline.row_file import RowFile
 from paceline.server.tables.changes import ChangedKeys, Changes
 from paceline.server.tables.entries import KEY_BYTES
 from paceline.server.tables.kept_rows import Keeping
+from paceline.server.tables.shards import JOINING_PASSES
 from paceline.server.tables.spec import RowGradients, TableSpec
 from paceline.server.tables.table import Table
 
@@ -41,7 +42,7 @@ class RowWork:
         return self.asked[min(row_staleness, len(self.asked) - 1)]
 
     def updated_bytes_of(self, num_batches: int) -> float:
-        return of_batches(self.updated_bytes, num_batches)
+        return of_batches(self.updated_bytes, num_batches) + joining_bytes(num_batches, self.sent_bytes)
 
     def of_part(self, part: float) -> "RowWork":
         """Of a batch that is this part of the one that was looked at. Rows grow with batches as from one to two."""
@@ -143,6 +144,11 @@ class WatchedTables(TableStore):
 
     def load_files(self, table: int, directory: Path, files: Sequence[RowFile]) -> None:
         self._tables[table].load_files(directory, files)
+
+
+def joining_bytes(num_batches: int, gradient_bytes: float) -> float:
+    """Bytes that a server reads and writes to add up the gradients of so many batches."""
+    return JOINING_PASSES * num_batches * gradient_bytes if num_batches > 1 else 0.0
 
 
 def of_batches(known: Sequence[float], num_batches: int) -> float:

@@ -192,7 +192,8 @@ def plan(
         target_batch: samples of all workers' step together; each takes its part, at least one. None: every worker
             keeps its batch.
         noise: the gradient noise scale; then what counts is time to target rather than samples per second.
-        single_steps: optimizer steps to the target of one worker with the script's batch: makes times absolute.
+        single_steps: optimizer steps to the target of one worker with the script's batch: makes times absolute, and
+            has runs of rounds end with a whole one.
         staleness_penalty: what an update of staleness counts, see `NoiseScale.steps`; 0: it does no harm.
         num_checks: of the best strategies, simulated.
 
@@ -308,9 +309,11 @@ class _Judge:
             if apart is not None:
                 joined = workers / prediction.updates_a_step
                 drift = apart.drift(self.noise, batch=each / joined, num_workers=joined)
-            target_speedup = self.base.update_s / (steps * drift * prediction.update_s)
+            taken_s, alone_s = steps * drift * prediction.update_s, self.base.update_s
             if self.single_steps is not None:
-                target_s = self.single_steps * steps * drift * prediction.update_s
+                target_s = taken_s = self.single_steps * taken_s + prediction.shown_late_s
+                alone_s *= self.single_steps
+            target_speedup = alone_s / taken_s
         return Point(
             label=Variant.of(strategy).text,
             asked=asked,

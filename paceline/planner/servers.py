@@ -151,9 +151,10 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
     last_bytes = (range_bytes % piece_bytes or piece_bytes) % CHUNK_BYTES or CHUNK_BYTES
     touched_bytes = update_bytes(num_gradients, range_bytes, work.state_bytes / num_servers)
     rows = _row_exchange(setting, coding.row_staleness if coding is not None else 0, work.weights)
-    touched_bytes += sum(each.updated_bytes(num_gradients) for each in work.weights) / num_servers
+    touched_row_bytes = sum(each.updated_bytes(num_gradients) for each in work.weights) / num_servers
     if work.rows is not None:
-        touched_bytes += work.rows.updated_bytes_of(num_gradients) / num_servers
+        touched_row_bytes += work.rows.updated_bytes_of(num_gradients) / num_servers
+    update_s = touched_bytes / fabric.rates.memory[servers] + touched_row_bytes / fabric.row_bytes_per_s[servers]
     packing = fabric.packing_bytes_per_s
     card = float(min(fabric.rates.down[workers].min(), fabric.rates.down[servers].min(), packing))
     own_packed_s = _remote_bytes(setting, range_bytes) / packing
@@ -177,7 +178,7 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
         pull_s=pull_s,
         both_s=both.busy_s,
         both_push_s=fabric.busy_s(push, both),
-        update_s=float((touched_bytes / fabric.rates.memory[servers]).max()),
+        update_s=float(update_s.max()),
         request_s=math.ceil(range_bytes / frame_bytes) * cluster.servers.request_us * 1e-6 + decode_s,
         ask_s=cluster.communication.request_us * 1e-6 + encode_s + rows.latency_s,
         latency_s=2 * fabric.farthest_s(workers, servers) * (2 if has_quorum and num_servers > 1 else 1),
@@ -205,7 +206,7 @@ def rows_beside(setting: Setting, *, row_staleness: int, joins: bool) -> tuple[f
         return 0.0, setting.fabric.nothing
     rows, servers = _row_exchange(setting, row_staleness, ()), np.array(setting.places.servers)
     touched_bytes = work.rows.updated_bytes_of(num_workers) if joins else num_workers * work.rows.updated_bytes_of(1)
-    update_s = touched_bytes / len(servers) / float(setting.fabric.rates.memory[servers].min())
+    update_s = touched_bytes / len(servers) / float(setting.fabric.row_bytes_per_s[servers].min())
     requests_s = num_workers * setting.cluster.servers.request_us * 1e-6
     return rows.latency_s + rows.together_s + _round_trip_s(setting) + requests_s + update_s, rows.loads
 
@@ -231,7 +232,8 @@ class RowExchange(NamedTuple):
     """What rows take, one request after the other, where servers hold rows of tables or weights."""
 
     latency_s: float
-    """Of all of a step's requests, with what making them takes."""
+    """Seconds that one worker's requests of a step take besides what passes the links: the ways there and back, making
+    and answering them, and picking rows out and putting them together at both ends."""
     push: Way
     pull: Way
     own_packed_s: Floats
@@ -302,7 +304,18 @@ def _row_exchange(setting: Setting, row_staleness: int, weights: Sequence[Weight
         turn_s = chunk_share * (pull.together_s - float(pull.own_s.max())) / max(1, setting.num_workers - 1)
     packed_bytes = _remote_bytes(setting, (push_bytes + pull_bytes) / num_servers)
     packed_s = packed_bytes / setting.fabric.packing_bytes_per_s
-    return RowExchange(num_requests * _round_trip_s(setting), push, pull, packed_s, turn_s)
+    requests_s = num_requests * (_round_trip_s(setting) + setting.cluster.servers.request_us * 1e-6)
+    handled_s = _handled_s(setting, push_bytes + pull_bytes)
+    return RowExchange(requests_s + handled_s, push, pull, packed_s, turn_s)
+
+
+def _handled_s(setting: Setting, num_bytes: float) -> float:
+    """A worker divides so many bytes of keys, rows and gradients among servers, or puts them together; and each server
+    its part of them."""
+    workers, servers = (np.array(hosts) for hosts in (setting.places.workers, setting.places.servers))
+    slowest = (float(setting.fabric.row_bytes_per_s[hosts].min()) for hosts in (workers, servers))
+    worker_bytes_per_s, server_bytes_per_s = slowest
+    return num_bytes / worker_bytes_per_s + num_bytes / len(servers) / server_bytes_per_s
 
 
 def _way(setting: Setting, num_bytes: float, *, to_servers: bool) -> Way:

@@ -7,7 +7,7 @@ from typing import final
 from torch import Tensor
 
 from paceline.engines.virtual.server import state_bytes
-from paceline.planner.row_work import growth, of_batches, together
+from paceline.planner.row_work import growth, joining_bytes, of_batches, together
 from paceline.server.tables.entries import KEY_BYTES
 from paceline.server.tables.table import Table
 from paceline.strategies.by_rows import moved_by_rows
@@ -47,7 +47,9 @@ class WeightWork:
 
     def updated_bytes(self, num_batches: int) -> float:
         """A server reads and writes so many to update these rows."""
-        return (self.update_bytes or 0.0) * self.rows_of(num_batches)
+        if self.update_bytes is None:
+            return 0.0
+        return self.update_bytes * self.rows_of(num_batches) + joining_bytes(num_batches, self.moved_bytes(1))
 
     def of_part(self, part: float) -> "WeightWork":
         """Of a batch that is this part of the one that was looked at. Rows grow with batches as from one to two."""

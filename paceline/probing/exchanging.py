@@ -28,8 +28,8 @@ from paceline.server.spec import OptimizerSpec, Push, ServerSpec
 _SMALL_BYTES, _NUM_SMALL = 2**10, 200
 """Bytes of a small exchange, which take next to no time to move, and how many of them are timed."""
 _FEW, _NUM_FEW = 3, 60
-"""So many of these in a row, of which the first finds other things in the caches: a server that has got a core answers
-several requests before it loses it."""
+"""How many of these come in a row, and how many times. The first of a row finds other things in the caches; a server
+that has got a core answers several requests before it loses it."""
 _NUM_LARGE = 6
 _LARGE_S, _ALL_LARGE_S = 0.5, 10.0
 """How long a large one is to take, and how long all of them may."""
@@ -57,7 +57,8 @@ class ExchangeCost:
 @final
 @dataclass(frozen=True)
 class Exchanges:
-    """With another rank; each has a worker and a server, as where servers are on workers' hosts.
+    """Times exchanges with another rank. Each of the two has a worker and a server, as where servers are on workers'
+    hosts.
 
     So this process does as much for an exchange of the other's as the other does for one of its own. `num_sharing`
     ranks of the probe are on this machine: their interrupts are counted together.

@@ -15,9 +15,9 @@ _EVEN = 0.05
 ASSUMED_INCAST = 0.5
 """Unevenness of connections from several hosts to one, where two hosts cannot show it: docs/prediction.md has why."""
 MOST_HANDLING = 2.0
-"""Times the processor time of packing. What an exchange takes beyond that, on slow links, is waking up for each packet,
-which cores that are busy do less: ResNet-18 with a server on each of 8 hosts on two cores took 1.8 times, and two hosts
-alone 1.6 times at 1 Gbit/s and 12 to 16 times at 100 Mbit/s."""
+"""Times the processor time of packing. On slow links an exchange takes longer than that, since a core wakes up for each
+packet; cores that are busy do so less: ResNet-18 with a server on each of 8 hosts on two cores took 1.8 times, and two
+hosts alone 1.6 times at 1 Gbit/s and 12 to 16 times at 100 Mbit/s."""
 _LEAST_BURST_S = 1e-3  # of the link's time: less than that is how measurements vary
 _MAX_TRACE = 400
 _BITS = 8
@@ -94,6 +94,7 @@ def _one_host(host: HostFacts, network: Sequence[NetworkReport], pairs: Sequence
         bandwidth_gbit_per_s=_gbit(median(_carried(pair) for pair in pairs)),
         latency_us=_us(median(pair.latency_s for pair in pairs)),
         memory_gbyte_per_s=_rounded(min(shared, memory) / 1e9),
+        row_gbyte_per_s=_rounded(median(report.row_bytes_per_s for report in network) / 1e9),
     )
 
 
@@ -122,6 +123,7 @@ def _each_host(
                 latency_us=_us(median(p.latency_s for p in pairs if rank in (p.source, p.destination))),
                 burst_kbyte=_burst_bytes([p for p in pairs if p.source == rank], _packing(network)) / 1e3,
                 memory_gbyte_per_s=network[rank].memory_bytes_per_s / 1e9,
+                row_gbyte_per_s=network[rank].row_bytes_per_s / 1e9,
             )
         )
     return found
@@ -185,6 +187,7 @@ def _merged(kinds: Sequence[Hosts]) -> list[Hosts]:
                 latency_us=_rounded(middle(lambda h: h.latency_us)),
                 burst_kbyte=_rounded(middle(lambda h: h.burst_kbyte)),
                 memory_gbyte_per_s=_rounded(middle(lambda h: h.memory_gbyte_per_s)),
+                row_gbyte_per_s=_rounded(middle(lambda h: h.row_bytes_per_s) / 1e9),
             )
         )
     return merged
@@ -237,5 +240,5 @@ def _us(seconds: float) -> float:
 
 
 def _rounded(number: float) -> float:
-    """To as many digits as a measurement deserves."""
+    """The number to as many digits as a measurement deserves."""
     return float(f"{number:.{_DIGITS}g}")

@@ -16,6 +16,7 @@ from paceline.engines.scripting import Script, run_program
 from paceline.engines.world import World, current
 from paceline.errors import BudgetReached, UsageError
 from paceline.records import EventRecord
+from paceline.server.tables.table import Table
 from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.pacing import Pacing
 from paceline.strategies.replica import Replica
@@ -35,7 +36,7 @@ class Apart(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lock_step=False, unit="gradient", tells_stop=True, traffic=())
+        return Traits(lock_step=False, unit="gradient", tells_stop=True, holds_rows=True, traffic=())
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         return Single(nonfinite=self.nonfinite).bind(context, replica)
@@ -59,12 +60,13 @@ class _Enough(BudgetReached):
 
 @final
 class StepWatch(Pacing):
-    """Times the steps of a model, told apart by the optimizer's. The time that a script asks to sleep is not counted:
-    the virtual engine takes it anew. Ends the script after `num_steps`, or after `max_s` with enough of them."""
+    """Times the steps of a model, told apart by the optimizer's. What the virtual engine takes anew is not counted: the
+    time that a script asks to sleep, and that in which rows of tables are read and updated, as servers do. Ends the
+    script after `num_steps`, or after `max_s` with enough of them."""
 
     def __init__(self, *, num_steps: int, max_s: float, now_s: Callable[[], float] = time.perf_counter) -> None:
         self._num_steps, self._max_s, self._now_s = num_steps, max_s, now_s
-        self._slept_s = 0.0
+        self._left_out_s = 0.0
         self._began_s: float | None = None
         self._step_began_s = 0.0
         self._backward_began_s = 0.0
@@ -87,9 +89,9 @@ class StepWatch(Pacing):
             parameter.register_post_accumulate_grad_hook(self._gradient_hook(index))
         replica.optimizer.register_step_post_hook(self._end_step)
 
-    def slept(self, duration_s: float) -> None:
-        """The script has slept, and had asked for so long."""
-        self._slept_s += duration_s
+    def leave_out(self, duration_s: float) -> None:
+        """Count so long as no part of a step."""
+        self._left_out_s += duration_s
 
     def report(self, address: str) -> StepReport:
         """Raises UsageError if the script trained too little."""
@@ -110,7 +112,7 @@ class StepWatch(Pacing):
         )
 
     def _awake_s(self) -> float:
-        return self._now_s() - self._slept_s
+        return self._now_s() - self._left_out_s
 
     def _end_forward(self, model: nn.Module, inputs: Sequence[Any], output: object) -> None:
         if torch.is_grad_enabled():
@@ -164,7 +166,7 @@ class MeasuredScript:
         assert world is not None
         watch = StepWatch(num_steps=self.num_steps, max_s=self.max_s)
         world.context = replace(world.context, pacing=watch)
-        with sleeps_told(watch.slept):
+        with sleeps_told(watch.leave_out), rows_told(watch.leave_out):
             run_program(self.script)
         world.at_end.clear()  # the model is nobody's: it is neither evaluated nor saved
         tell(world, asdict(watch.report(own_address())))
@@ -196,3 +198,31 @@ def sleeps_told(tell: Callable[[float], None]) -> Iterator[None]:
         yield
     finally:
         time.sleep = real
+
+
+@contextmanager
+def rows_told(tell: Callable[[float], None]) -> Iterator[None]:
+    """`tell` hears how long tables in this process are at what servers do with their rows."""
+    real = {name: getattr(Table, name) for name in ("read", "require", "update")}
+    under_way: list[str] = []  # they call one another
+
+    def timed(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            began_s = time.perf_counter()
+            under_way.append(name)
+            try:
+                return real[name](*arguments)
+            finally:
+                under_way.pop()
+                if not under_way:
+                    tell(time.perf_counter() - began_s)
+
+        return call
+
+    for name in real:
+        setattr(Table, name, timed(name))
+    try:
+        yield
+    finally:
+        for name, action in real.items():
+            setattr(Table, name, action)

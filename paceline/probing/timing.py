@@ -12,11 +12,15 @@ _TRIMMED = 0.1  # of the shortest times, and of the longest, that do not count
 _CACHE_BYTES = 2**26  # more than most caches hold, that of all cores included
 
 
-def median_s(action: Callable[[], object], count: int) -> float:
-    """After some times that warm up."""
+def median_s(action: Callable[[], object], count: int, *, before: Callable[[], object] | None = None) -> float:
+    """After some times that warm up.
+
+    Args:
+        before: is done each time, and takes no time.
+    """
     for _ in range(min(_NUM_WARMUP, count)):
         action()
-    return statistics.median(_times_s(action, count))
+    return statistics.median(_times_s(action, count, before))
 
 
 def mean_s(action: Callable[[], object], count: int) -> float:
@@ -29,9 +33,11 @@ def mean_s(action: Callable[[], object], count: int) -> float:
     return statistics.fmean(times_s[num_trimmed : count - num_trimmed])
 
 
-def _times_s(action: Callable[[], object], count: int) -> list[float]:
+def _times_s(action: Callable[[], object], count: int, before: Callable[[], object] | None = None) -> list[float]:
     times_s = []
     for _ in range(count):
+        if before is not None:
+            before()
         began_s = time.perf_counter()
         action()
         times_s.append(time.perf_counter() - began_s)

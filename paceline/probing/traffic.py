@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, final
 
@@ -24,6 +25,9 @@ from paceline.probing.sharing import NUM_TRIES, answered, await_answer, connecte
 from paceline.probing.step_times import tell
 from paceline.probing.timing import CacheEmptier, mean_s, median_s
 from paceline.records import Reporter
+from paceline.server.tables.row_optimizers import Adagrad
+from paceline.server.tables.spec import RowGradients, TableSpec
+from paceline.server.tables.table import Table
 
 _NUM_PINGS = 40
 _FEW = 3
@@ -37,6 +41,7 @@ _LEAST_INCAST = 3  # hosts, for two of them to send to one at the same time
 _CONNECT_S = 10.0
 _MEMORY_BYTES = 2**26
 _NUM_UPDATES = 5
+_NUM_ROWS, _ROW_WIDTH, _ROWS_A_BATCH, _NUM_ROW_UPDATES = 2**16, 64, 2**12, 20
 _NUM_SINGLE_PIECES = 5
 _SILENCE_S = 0.05  # for a token bucket to fill, but too short for TCP to forget its window
 
@@ -61,7 +66,7 @@ class PairReport:
     """Processor time of one end, of a message sent and one received, of a few at a time; with caches that hold other
     things."""
     exchange: ExchangeCost
-    """With a parameter server there."""
+    """What an exchange with a parameter server there costs."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class NetworkReport:
     address: str
     rank: int
     pairs: tuple[PairReport, ...]
-    """From this rank."""
+    """What was measured from this rank to others."""
     packing_bytes_per_s: float
     """Pushed, or taken in as a server does, in one second of processor time."""
     operation_s: float
@@ -77,7 +82,9 @@ class NetworkReport:
     shared_bytes_per_s: float
     """Rate of a large all-reduce among all ranks: its tensor's bytes over its seconds."""
     memory_bytes_per_s: float
-    """At which an update reads and writes."""
+    """Rate at which an update reads and writes."""
+    row_bytes_per_s: float
+    """The same, of rows of a table."""
     unevenness: float | None = None
     """How unevenly connections to another host share a link; none where this rank measured none."""
     incast_unevenness: float | None = None
@@ -156,6 +163,7 @@ class _Measurement:
             if self._is_one_host(places)
             else 0.0,
             _memory_bytes_per_s(),
+            _row_bytes_per_s(),
             unevenness,
             incast_unevenness,
         )
@@ -306,7 +314,8 @@ def _plain_latency_s(address: str, port: int) -> float:
 
 
 def _packing_bytes_per_s(keys: Keys, endpoint: str) -> float:
-    """From this process to itself, so that no link's rate matters: every piece is packed and taken in again."""
+    """The rate from this process to itself, so that no link's rate matters: every piece is packed and taken in
+    again."""
     caller = Caller(keys, endpoint=endpoint, identity="packer")
     try:
         _ask(caller, _FIRST_PIECES, bytes(FRAME_BYTES))
@@ -327,3 +336,14 @@ def _memory_bytes_per_s() -> float:
             parameter.add_(gradient, alpha=-0.1)
 
     return 3 * parameters.nbytes / median_s(update, _NUM_UPDATES)
+
+
+def _row_bytes_per_s() -> float:
+    """Rate at which a server's update reads and writes rows, and what their optimizer keeps. Keys come in no order, and
+    caches hold other things, as after a training step and its messages."""
+    spec = TableSpec("rows", _NUM_ROWS, _ROW_WIDTH, Adagrad(lr=0.1))
+    table, keys = Table(spec), torch.randperm(_NUM_ROWS)
+    table.update(RowGradients(keys, spec.empty_rows(_NUM_ROWS).fill_(1.0)))
+    batches = cycle(RowGradients(some, spec.empty_rows(len(some)).fill_(1.0)) for some in keys.split(_ROWS_A_BATCH))
+    update_s = median_s(lambda: table.update(next(batches)), _NUM_ROW_UPDATES, before=CacheEmptier())
+    return _ROWS_A_BATCH * table.update_bytes / update_s

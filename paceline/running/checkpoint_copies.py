@@ -40,7 +40,7 @@ def _name(iteration: int) -> str:
 
 
 def _iterations(place: Place) -> list[int]:
-    """Of the checkpoints that are there, from the newest to the oldest."""
+    """The iterations of the checkpoints that are there, from the newest to the oldest."""
     numbers = (name.removeprefix("checkpoint-").removesuffix(".pt") for name in place.names())
     return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
@@ -98,7 +98,7 @@ def are_one(address: str, other: str) -> bool:
 
 
 def id_of(run: str | Path) -> str | None:
-    """Of the run whose result directory, or copies, are there; none where nothing says it."""
+    """The id of the run whose result directory, or copies, are there; none where nothing says it."""
     with contextlib.suppress(UsageError, ValueError):
         if is_address(run):
             pulse = Pulse()
@@ -141,8 +141,8 @@ class CheckpointCopies:
         self._described: dict[str, Any] = {}
 
     def claim(self, described: dict[str, Any], *, iteration: int, drops_later: bool) -> None:
-        """Have the address for this run: it is empty, has the run's own copies, or those that the run goes on from and
-        of which nothing says any more whose they are.
+        """Take the address for this run. It has to be empty, or to have the run's own copies, or those that the run
+        goes on from if nothing says any more whose they are.
 
         Args:
             described: what the manifest says.

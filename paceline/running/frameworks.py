@@ -25,7 +25,10 @@ def join(how: str) -> Worker:
     world = current()
     assert world is not None
     if worker.strategy.traits.by_script:
-        raise UsageError(f"{name_of(worker.strategy)} has the script itself exchange; choose another strategy")
+        raise UsageError(
+            f"under {name_of(worker.strategy)} the script itself exchanges, and this one leaves that to its framework: "
+            "choose another strategy, such as all-reduce, the mean of all workers' gradients at each step"
+        )
     if world.config.elastic is not None:
         raise UsageError("--elastic repeats steps of the script's own loop; leave it out, and resume from a checkpoint")
     if world.context.pacing.is_simulated:

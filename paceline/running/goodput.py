@@ -23,12 +23,12 @@ class Goodput:
     starting: float = math.nan
     """Workers started and took a state; unknown of real runs, where others train on meanwhile."""
     cost: float = math.nan
-    """Of the workers' hosts; unknown of real ones."""
+    """What the workers' hosts cost; unknown of real ones."""
 
     @classmethod
     def of(cls, events: Sequence[EventRecord], *, worker_s: Callable[[], float]) -> Self | None:
-        """Of a run's events; none where nobody could die. A simulated run has counted itself. `worker_s`: what all
-        workers' recorded steps took."""
+        """What a run's events say; none where nobody could die. A simulated run has counted itself. `worker_s`: what
+        all workers' recorded steps took."""
         told = [event.details for event in events if event.name == "goodput"]
         if told:
             whole_s = sum(details["worker_s"] for details in told)

@@ -34,6 +34,7 @@ from paceline.running.result import Result
 from paceline.strategies import build, name_of
 from paceline.strategies.base import Strategy
 from paceline.strategies.hostility import require_attackable
+from paceline.strategies.traits import Traits
 from paceline.training.sharding.dealt import AT_START
 
 EngineChoice = Literal["ray", "virtual"]
@@ -95,6 +96,7 @@ def run(
     resume_from: str | int = resuming.NEWEST,
     watcher: Watcher | None = None,
     launcher_lost: LauncherLost | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Result:
     """Train a script, or a function without arguments, under a strategy.
 
@@ -139,6 +141,7 @@ def run(
         watcher: is told of progress and shown what scripts print; none: on a terminal and in a notebook a line of
             progress, elsewhere what scripts print alone.
         launcher_lost: why it is resumed, if a guard does so.
+        environment: variables of workers and servers, beside what their host's Ray was started with.
 
     Raises:
         UsageError: something asked for does not exist or cannot be had. Nothing was started, unless only the script
@@ -152,11 +155,13 @@ def run(
     plan.check(num_workers=workers)
     check_engine(engine, cluster=cluster, address=address)
     virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
+    if environment and virtual is not None:
+        raise UsageError("--env is for processes that are started; a simulated run has this one's variables")
     survives = elastic_of(
         elastic, global_batch, replace, default="keep" if plan.traits.when_elastic.lock_step else "grow"
     )
     if survives is not None:
-        _require_survivable(plan, survives, workers=workers, attack=attack, is_simulated=virtual is not None)
+        _require_survivable(plan, survives, workers=workers, attack=attack)
     config = RunConfig(
         max_steps=max_steps,
         max_time_s=max_time_s,
@@ -237,8 +242,8 @@ def run(
             _warn(watcher, found, resume)
             _go_back(directory, continued)
             is_elsewhere = chosen_address(address) is not None or striking.VARIABLE in os.environ
-            environment = own_environment() if is_elsewhere else {}
-            real = Job(task, plan, workers, config, raw, environment, at_start, launcher_lost)
+            variables = {**(own_environment() if is_elsewhere else {}), **(environment or {})}
+            real = Job(task, plan, workers, config, raw, variables, at_start, launcher_lost)
             with checkpoint_copies.kept(copies, watcher):
                 Supervisor(real, directory, watcher).run()
     except Interrupted:
@@ -314,29 +319,33 @@ def _require_survivable(
     *,
     workers: int,
     attack: str | Sequence[str],
-    is_simulated: bool,
 ) -> None:
     """Raises UsageError, which says why, for runs in which nobody may die or join so far."""
     elastic.require(num_workers=workers)
     traits = plan.traits.when_elastic
-    if not (traits.repeats_steps or traits.outlives_workers):
+    if not traits.survives:
         raise UsageError(
             f"strategy {name_of(plan)} cannot go on without a worker that dies so far; --elastic is for all-reduce "
-            "with algorithm=auto and aggregate=mean, for local updates (local-sgd, slowmo, diloco) with fragments=1, "
-            "delay=0, alpha=0 and aggregate=mean, and for gossip, sgp, relay and noloco, all without the codecs auto "
-            "and powersgd; and for ps-bsp, ps-ssp and ps-asp "
-            "without backup_workers, torn_reads, combine=always and a codec, and with aggregate=mean"
+            "with algorithm=auto, for local updates (local-sgd, slowmo, diloco, des-loc), for gossip, sgp, relay, "
+            "noloco and ad-psgd, and for ps-bsp, ps-ssp and ps-asp without backup_workers, torn_reads and "
+            "combine=always; all with aggregate=mean"
         )
     elastic.require_each(lambda number: plan.check(num_workers=number))
-    if elastic.global_batch == "keep" and not traits.lock_step:
-        own = "each worker takes its own steps, as many as it has batches"
-        joint = "an exchange is of as many local steps of each worker, whoever is there"
-        why = own if traits.outlives_workers else joint
+    if elastic.global_batch == "keep" and (why := _why_not_kept(plan.traits)):
         raise UsageError(f"--global-batch keep: under {name_of(plan)} {why}; use --global-batch grow")
-    if traits.outlives_workers and is_simulated:
-        raise UsageError(f"--elastic under {name_of(plan)} is for real processes so far; leave --engine virtual out")
     if attack:
         raise UsageError("--attack and --elastic do not go together: hostile workers are known by their number")
+
+
+def _why_not_kept(traits: Traits) -> str:
+    """Why updates are not of as many samples as at the start, whoever is there; empty where they can be."""
+    if traits.lock_step:
+        return ""
+    if traits.outlives_workers:
+        return "each gradient is an update of its own, and no global batch is ever complete"
+    if traits.has_lanes:
+        return "each worker takes its own steps, as many as it has batches"
+    return "an exchange is of as many local steps of each worker, whoever is there"
 
 
 def _require_effect(strategy: Strategy, config: RunConfig, others: Mapping[str, bool]) -> None:

@@ -44,7 +44,7 @@ class Place:
         return cls(address.rstrip("/"), files, root.rstrip("/"), pulse or Pulse())
 
     def names(self) -> list[str]:
-        """Of the files that are there; none where there is no directory."""
+        """The names of the files that are there; none where there is no directory."""
         with self._said("read"):
             self.files.invalidate_cache()
             there = self.files.exists(self.root)

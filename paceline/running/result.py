@@ -102,7 +102,8 @@ class Result:
 
     @property
     def training_time_s(self) -> float:
-        """Of a server whose clients are elsewhere, which takes no steps, as its evaluations have it."""
+        """How long the run trained. For a server whose clients are elsewhere, which takes no steps, its evaluations say
+        it."""
         return max((record.time_s for record in self.steps or self.evaluations), default=0.0)
 
     @property

@@ -20,15 +20,15 @@ class Found:
     """A checkpoint, and where it lies."""
 
     where: str
-    """Its path in a result directory, or its address."""
+    """The path in a result directory, or the address."""
     raw: bytes
     checkpoint: Checkpoint
     warnings: tuple[str, ...] = ()
-    """Of newer ones that are damaged."""
+    """What is wrong with newer checkpoints, which are damaged."""
 
     @property
     def path(self) -> Path:
-        """Of one in a result directory."""
+        """Where the checkpoint is, if that is a result directory."""
         return Path(self.where)
 
 

@@ -35,13 +35,13 @@ class Rounds:
     """What a server's rounds go by besides the strategy. Raises UsageError for what is out of range."""
 
     min_clients: int = 2
-    """So many have to be there before a round begins."""
+    """How many clients have to be there before a round begins."""
     deadline_s: float = 600.0
     """A round lasts so long at most; updates that come later are dropped."""
     outweigh: float = 10.0
     """A client counts at most so many times as much as the median one of its round, whatever it says of itself."""
     over: float = 1.0
-    """So many times as many clients are drawn as are needed; a round ends with the first ones."""
+    """How many times as many clients are drawn as are needed; a round ends with the first ones."""
 
     def __post_init__(self) -> None:
         if self.min_clients < 1:
@@ -69,8 +69,8 @@ def serve(
 ) -> Result:
     """Be the server of a federated run: its clients join with tickets, from wherever they are.
 
-    Where `out` has a checkpoint the run goes on from there, which is its last round: a server that was ended, however,
-    is started again by the same call.
+    Where `out` has a checkpoint, the run goes on from there, which is its last round. So the same call starts a server
+    again, however it was ended.
 
     Args:
         tickets: a directory, which has as many tickets as the strategy has clients from here on.
@@ -221,10 +221,10 @@ def _alone_in(directory: Path) -> Iterator[None]:
 
 
 def _checkpoint_in(directory: Path, say: Say, *, may_go_back: bool = True) -> Checkpoint | None:
-    """To go on from, as the newest in the directory from here on; none, if there is none yet.
+    """The checkpoint to go on from, which is the newest in the directory from here on; none, if there is none yet.
 
     Args:
-        may_go_back: whether the one before does, where the newest is damaged.
+        may_go_back: take the one before where the newest is damaged.
     """
     if not any(path.exists() for path in from_newest(directory)):
         return None
@@ -244,8 +244,8 @@ def _checkpoint_in(directory: Path, say: Say, *, may_go_back: bool = True) -> Ch
 
 
 def _seed_in(directory: Path, checkpoint: Checkpoint | None) -> int:
-    """Of the run that lies there, also where that has no round yet, so that clients who have joined go on with it; else
-    a new one."""
+    """The seed of the run that lies there, also where that has no round yet, so that clients who have joined go on with
+    it; else a new one."""
     if checkpoint is not None:
         return checkpoint.seed
     if (directory / manifest.FILE_NAME).exists():

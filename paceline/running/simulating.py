@@ -13,7 +13,7 @@ from paceline.errors import RunFailed, UsageError
 from paceline.running import resuming
 
 _MOST_TRIES = 50
-"""From one checkpoint: hosts that fail so often let nobody come to the next."""
+"""Tries from one checkpoint, at most: hosts that fail so often let nobody come to the next."""
 
 
 def simulate(

@@ -118,6 +118,8 @@ def _facts(progress: Progress, unit: str) -> list[str]:
     if progress.phase != "training":
         return ["starting"]
     facts = [f"step {progress.iteration}"]
+    if progress.num_workers is not None:  # what stands before these facts says how many it began with
+        facts.append(f"now x {progress.num_workers}")
     elapsed_s = progress.time_s - progress.began_s
     if elapsed_s > 0:
         facts.append(f"{progress.samples / elapsed_s:,.0f} samples/{unit}")

@@ -57,7 +57,7 @@ def from_slurm(environment: Mapping[str, str]) -> Allocation | None:
 
 
 def _cores(text: str) -> tuple[int, ...]:
-    """Of each host, of a list such as `8(x2),4`."""
+    """The cores of each host, from a list such as `8(x2),4`."""
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

@@ -42,7 +42,7 @@ def object_name(text: str, *, option: str) -> str:
 
 
 def memory(text: str, *, option: str) -> str:
-    """So many bytes, as in 8Gi or 500M. Raises UsageError for what is none."""
+    """The bytes that a text such as 8Gi or 500M says. Raises UsageError for what says none."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([a-zA-Z]*)", text)
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
         raise UsageError(f"{option}: {text!r} is no memory, which is as in 8Gi (2**30 bytes each) or 500M (10**6)")

@@ -24,7 +24,7 @@ class RayJob:
     name: str
     namespace: str
     image: str
-    """With Python, torch, Paceline and Ray with its dashboard."""
+    """The image, which has Python, torch, Paceline and Ray with its dashboard."""
     nodes: int
     """Hosts that train, a pod each."""
     bounds: tuple[int, int]
@@ -32,11 +32,11 @@ class RayJob:
     cores: int
     memory: str
     gpus: int
-    """Each of these of each host."""
+    """Cores, memory and GPUs are those of each host."""
     head_cores: int
     head_memory: str
     ray_version: str
-    """Of the image."""
+    """The version of Ray in the image."""
     command: Sequence[str]
     """`paceline run` with all that it is given."""
     script: tuple[str, str] | None
@@ -49,7 +49,7 @@ class RayJob:
     results_claim: str | None = None
     """The PersistentVolumeClaim that is to be at `RESULTS`; None: what is there goes with the head."""
     shares_claim: bool = False
-    """Also on the hosts that train."""
+    """Whether the claim is also on the hosts that train."""
 
     def __post_init__(self) -> None:
         words.job_name(self.name, option="--name")

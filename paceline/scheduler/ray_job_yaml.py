@@ -36,7 +36,8 @@ def token_command(job: RayJob) -> str:
 
 
 def apply_command(file: str) -> str:
-    """On the server's side, since kubectl's own way keeps a copy in an annotation, which is too small for scripts."""
+    """The command that applies the file, on the server's side: kubectl's own way keeps a copy in an annotation, which
+    is too small for scripts."""
     return f"kubectl apply --server-side -f {shlex.quote(file)}"
 
 
@@ -126,7 +127,7 @@ def _worker_pod(job: RayJob, container: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pod(job: RayJob, container: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """With the account that was given; without one the pod gets no key to Kubernetes, which it does not need."""
+    """A pod with the account that was given. Without one it gets no key to Kubernetes, which it does not need."""
     account: dict[str, Any] = {"automountServiceAccountToken": False}
     if job.service_account is not None:
         account = {"serviceAccountName": job.service_account}

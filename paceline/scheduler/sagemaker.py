@@ -58,9 +58,9 @@ class Wanted:
 
 
 def wanted(environment: Mapping[str, str], hosts: int, configuration: Path = CONFIGURATION) -> Wanted | None:
-    """The settings `parameter_server` and `mpi`, by `SM_FRAMEWORK_PARAMS` or else the file hyperparameters.json. A
-    server and a worker on each host, asynchronous, is what SageMaker starts for the first; as many processes a host as
-    asked for, which all-reduce, for the second. None: neither is on.
+    """The settings `parameter_server` and `mpi`, by `SM_FRAMEWORK_PARAMS` or else the file hyperparameters.json. For
+    the first SageMaker starts a server and a worker on each host, asynchronous; for the second as many processes a host
+    as asked for, which all-reduce. None: neither is on.
 
     Raises:
         UsageError: the number of processes a host is none, or what is to be read is no JSON object.

@@ -13,7 +13,7 @@ from paceline.secure.secrets import SECRET_BYTES, SHARE_BYTES, SecureError, Word
 
 _NONCE_BYTES, _TAG_BYTES = 12, 16
 SEALED_BYTES = _NONCE_BYTES + 2 * SHARE_BYTES + _TAG_BYTES
-"""Of the shares for one neighbour."""
+"""The size of the sealed shares for one neighbour."""
 _ENCRYPTION, _MASK = "paceline secure aggregation: shares", "paceline secure aggregation: mask"
 
 

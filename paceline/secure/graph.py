@@ -11,7 +11,7 @@ class Parties(NamedTuple):
 
     neighbours: dict[int, frozenset[int]]
     threshold: int
-    """So many of a client and its neighbours undo its mask together."""
+    """How many of a client and its neighbours can undo its mask together."""
 
 
 def parties(clients: Sequence[int], *, num_neighbours: int | None, part: float, least: int, seed: int) -> Parties:

@@ -26,7 +26,7 @@ class Quantiser:
 
     @property
     def step(self) -> float:
-        """From one level to the next; a value is off by half of it at most."""
+        """The distance from one level to the next; a value is off by half of it at most."""
         return 2 * self.clip / self._num_steps
 
     @property

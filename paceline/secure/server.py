@@ -40,7 +40,7 @@ class Server:
 
     @property
     def arrived(self) -> tuple[int, ...]:
-        """Whose vectors the sum is of."""
+        """The clients whose vectors the sum is of."""
         return tuple(self._arrived)
 
     # --- stage 1 ------------------------------------------------------------------------------------------------

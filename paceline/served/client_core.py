@@ -53,7 +53,7 @@ class ClientCore:
         """Why the server wants nothing of this client any more."""
         self.log: list[str] = []
         self.round = -1
-        """Of the turn that is under way, or was last."""
+        """The round of the turn that is under way, or was last."""
         self.counted = -1
         """The last round in which an update of this client's counted, as far as the server has said."""
         self.state = bytearray()
@@ -66,7 +66,7 @@ class ClientCore:
         self._masked: MaskedTurn | None = None
         """The turn, where updates go under masks."""
         self._attempt: dict[str, Any] = {}
-        """At the round, of which the server is told with an update under masks."""
+        """Which attempt at the round it is; the server is told with an update under masks."""
         self._spoke_s = self._moved_s = -_RETRY_S
 
     # --- what the script does ---------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class ClientCore:
             self._ask()
 
     def _is_of_another_attempt(self, message: Message) -> bool:
-        """At the same round, with other secrets."""
+        """Whether the message is of another attempt at the same round, with other secrets."""
         masks = message.body.get("masks")
         return isinstance(masks, dict) and {"attempt": masks.get("attempt")} != self._attempt
 
@@ -269,7 +269,7 @@ class ClientCore:
             self.phase = Phase.ATTACHING
 
     def _ask(self) -> None:
-        """For the next pieces, a few at a time."""
+        """Ask for the next pieces, a few at a time."""
         assert self._attached is not None
         wanted = min(self._attached.state.num_pieces, len(self.state) // FRAME_BYTES + _WINDOW)
         for index in range(self._num_asked, wanted):

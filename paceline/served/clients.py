@@ -24,7 +24,7 @@ class Arrival(NamedTuple):
 @dataclass
 class Client:
     route: bytes | None = None
-    """Of the process that has the ticket."""
+    """How to reach the process that has the ticket."""
     heard_s: float = 0.0
     samples: int = 0
     is_attached: bool = False

@@ -12,9 +12,9 @@ from paceline.layout import TensorSpec
 from paceline.messages import FRAME_BYTES, as_bytes
 
 VERSION = 1
-"""Of the protocol; ends of another one refuse each other."""
+"""The protocol's version; ends refuse each other if theirs differ."""
 EPOCH = 0
-"""Of all messages: who takes part is no matter of a membership, but of tickets."""
+"""The epoch that all messages name: who takes part is said by tickets, not by a membership."""
 TRAINS = 1
 """A flag of PULSE: the client is at its turn of the round."""
 MOST_SAMPLES = 2**40

@@ -22,7 +22,7 @@ class Sum(NamedTuple):
     """The sum of updates, each times its client's weight; 1-D, float64."""
     weight: float
     clients: tuple[int, ...]
-    """Whose updates it is of."""
+    """The clients whose updates it is the sum of."""
 
 
 @final
@@ -50,7 +50,7 @@ class MaskedRound:
         self.stage = KEYS
         self._takes_part, self._has_sent, self._lost = set(weights), set[int](), set[int]()
         self._answers: dict[int, Message] = {}
-        """Of the stage that ended last."""
+        """By client: its answer at the end of the stage that ended last."""
         self.sum: Sum | None = None
         self.failure: str | None = None
         """Why there is no sum."""
@@ -69,7 +69,7 @@ class MaskedRound:
         return {"clients": self._clients, "attempt": self._attempt, "factor": self._factors[client]}
 
     def lose(self, client: int) -> None:
-        """Its process has ended, and with it the secrets of its turn."""
+        """The client's process has ended, and with it the secrets of its turn."""
         self._lost.add(client)
 
     def answer_again(self, client: int) -> list[Message]:

@@ -13,7 +13,7 @@ from paceline.served.masking import KEYS, SHARES, UNMASKING, VECTORS, Masking, h
 
 _KEY_BYTES = 32
 _NUMBERS = range(2**31)
-"""Of clients. Of others a single share could be the secret."""
+"""What numbers clients may have. With others a single share could be the secret."""
 
 
 @final

@@ -14,7 +14,8 @@ from paceline.served.form import EPOCH, Refused
 
 KEYS, SHARES, VECTORS, UNMASKING = 1, 2, 3, 4
 MOST_NEIGHBOURS = 1000
-"""Whose shares are one frame, and whose complete graph is 33 MB at each client."""
+"""The most neighbours that a client may have: their shares are one frame, and their complete graph is 33 MB at each
+client."""
 
 
 @dataclass(frozen=True)

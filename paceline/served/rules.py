@@ -14,13 +14,13 @@ class Rules:
     fraction: float
     seed: int
     min_clients: int = 1
-    """So many have to be there before a round begins."""
+    """How many clients have to be there before a round begins."""
     deadline_s: float = 600.0
     """A round lasts so long at most."""
     outweigh: float = 10.0
     """A client counts at most so many times as much as the median one of its round."""
     over: float = 1.0
-    """So many times as many clients are drawn as are needed; a round ends with as many as are needed."""
+    """How many times as many clients are drawn as are needed; a round ends with as many as are needed."""
     weighs: bool = True
     """Clients count by their samples."""
     least: int = 1
@@ -28,6 +28,6 @@ class Rules:
 
     @property
     def fewest(self) -> int:
-        """So many have to be there for one to begin."""
+        """How many have to be there for a round to begin."""
         enough = next(present for present in count(1) if num_drawn(self.fraction, present) >= self.least)
         return max(self.min_clients, enough)

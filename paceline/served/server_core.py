@@ -116,8 +116,8 @@ class ServerCore:
         return all(turn.state != "open" or client not in here for client, turn in self._turns.items())
 
     def _has_ended_stages(self, masked: "MaskedRound", now_s: float) -> bool:
-        """Each stage waits for those who are there, and for nobody longer than it takes to find out that one is not;
-        that in which clients train waits as rounds do."""
+        """Each stage waits for those who are there, and no longer than it takes to find out that one is gone. The stage
+        in which clients train waits as rounds do."""
         here = set(self.present(now_s))
         while not masked.is_over:
             waits = any(
@@ -138,7 +138,7 @@ class ServerCore:
 
     @property
     def sum(self) -> "Sum | None":
-        """Of the round's updates, once it is closed, where they came under masks; none: there is none."""
+        """The sum of the round's updates, once it is closed, where they came under masks; none: there is none."""
         return self._masked.sum if self._masked is not None else None
 
     @property
@@ -378,7 +378,7 @@ class ServerCore:
             self.outbox.append((route, message))
 
     def _say(self, client: int | None, text: str) -> None:
-        """Of each client a few lines a round: whoever has a ticket could fill the disk otherwise."""
+        """Log a few lines a round for each client: whoever has a ticket could fill the disk otherwise."""
         self._num_said[client] += 1
         if self._num_said[client] > _MOST_SAID:
             return

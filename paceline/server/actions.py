@@ -21,7 +21,7 @@ class Updated(NamedTuple):
     part: Part
     num_contributions: int
     records: Sequence[UpdateRecord]
-    """Of the server's last shard: one for each contribution."""
+    """One record for each contribution, from the server's last shard."""
     row_bytes: int = 0
     """Read and written for rows of tables, which are updated with the last shard."""
 

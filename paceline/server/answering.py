@@ -9,8 +9,8 @@ from torch import Tensor
 from paceline.messages import ADMITTED, IN_TURN, STOP, Kind, Message, Raw
 from paceline.records import UpdateRecord
 from paceline.server.actions import Action, BesideNext, Send, Updated
+from paceline.server.closing import Answer
 from paceline.server.part import Part
-from paceline.server.shard import Answer
 from paceline.server.tables.shards import TableShards
 from paceline.server.windows import AnswerWindow
 
@@ -20,9 +20,10 @@ class Client:
     """One worker, as this server sees it."""
 
     gradients: list[list[Tensor]]
-    """For each shard: where the worker computes them if that is in reach, else where they are put as they arrive."""
+    """For each shard, where the worker computes its gradients if that is in reach, else where they are put as they
+    arrive."""
     parameters: list[list[Tensor]] | None
-    """For each shard, where the worker wants them; none if that is out of reach."""
+    """For each shard, where the worker wants its parameters; none if that is out of reach."""
     is_beside: bool
     """It is on this host, where it asks, and is answered, once for all shards."""
     arrived_s: float = 0.0
@@ -30,7 +31,7 @@ class Client:
     released_s: float = 0.0
     """When a shard last stopped to hold an answer back."""
     answers: dict[int, Answer] = field(default_factory=dict)
-    """Of a worker beside: what shards have answered to its request yet."""
+    """For a worker beside: what shards have answered to its request so far."""
 
 
 @final
@@ -94,7 +95,8 @@ class Answering:
                     yield from self.tell_followers(answer.worker, answer.clock, answer.contributors, now_s)
 
     def _send_elsewhere(self, worker: int, message: Message, now_s: float) -> Iterator[Action]:
-        """In turn where a worker beside this server has to push over a busier link than workers of some other hosts."""
+        """Send it in turn where a worker beside this server has to push over a busier link than workers of some other
+        hosts."""
         if self.is_in_turn and self.has_neighbour and self.some_are_apart:
             message.flags |= IN_TURN
             self.window.put(worker, message, message.tensor_bytes)
@@ -131,7 +133,10 @@ class Answering:
             iteration=answer.iteration,
             staleness=answer.staleness,
             waiting_s=waiting_s,
-            body={} if answer.contributors is None else {"contributors": answer.contributors},
+            body={
+                **({} if answer.contributors is None else {"contributors": answer.contributors}),
+                **({"took": answer.took} if answer.took else {}),
+            },
         )
 
     def tell_followers(self, worker: int, clock: int, contributors: Sequence[int], now_s: float) -> Iterator[Action]:
@@ -148,7 +153,7 @@ def with_tensors(message: Message, index: int, part: Part, payload: Sequence[Raw
 
 
 def _waited_s(client: Client, released_at_s: float) -> float:
-    """Of a request with many pieces from its latest arrival so far, and not twice at the same time."""
+    """For how long a worker waited: with many pieces from the latest that has come so far, and no time counts twice."""
     return max(0.0, released_at_s - max(client.arrived_s, client.released_s))
 
 

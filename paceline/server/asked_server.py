@@ -47,12 +47,12 @@ class AskedServer:
     @property
     def pushed_bytes(self) -> int:
         """Of tensors in a push."""
-        return self.range_bytes if self.coded is None else self.coded.num_bytes
+        return self.range_bytes if self.coded is None or not self.coded.is_encoded else self.coded.num_bytes
 
     def pushed(self, request: Request) -> list[Message]:
         """Messages with the gradients, as a codec may have made them."""
         coded = self.coded
-        if coded is None:
+        if coded is None or not coded.is_encoded:
             return self.with_tensors(request, self.gradients)
         if self.is_beside:
             return [request(tensor_bytes=coded.num_bytes)]

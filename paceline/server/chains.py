@@ -1,8 +1,9 @@
-"""Which servers hold a copy of each key range, in which order, and who serves it when some have died."""
+"""Which servers hold a copy of each key range, in which order, who serves it when some have died, and who gets a copy
+in their place."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 
@@ -15,35 +16,52 @@ class Chain:
     servers: tuple[int, ...]
     epoch: int
     """Counts who has served it."""
+    newcomer: int | None = None
+    """Who is being given a copy by the last of them, to come behind it."""
 
     @property
     def head(self) -> int:
         return self.servers[0]
 
     def before(self, server: int) -> int | None:
+        if server == self.newcomer:
+            return self.servers[-1]
         place = self.servers.index(server)
         return self.servers[place - 1] if place else None
 
     def after(self, server: int) -> int | None:
+        if server == self.newcomer:
+            return None
         place = self.servers.index(server) + 1
         return self.servers[place] if place < len(self.servers) else None
 
     def without(self, server: int) -> "Chain":
+        if server == self.newcomer:
+            return replace(self, newcomer=None)
         left = tuple(each for each in self.servers if each != server)
-        return replace(self, servers=left, epoch=self.epoch + (self.servers[0] == server))
+        newcomer = None if server == self.servers[-1] else self.newcomer  # which had its copy from there
+        return Chain(self.key_range, left, self.epoch + (self.servers[0] == server), newcomer)
+
+    def extended(self) -> "Chain":
+        """The newcomer has all that the others have."""
+        assert self.newcomer is not None
+        return replace(self, servers=(*self.servers, self.newcomer), newcomer=None)
 
 
 @final
 @dataclass(frozen=True)
 class Chains:
-    """Of all key ranges, the first of which the first server has at the start, and so on.
+    """The chains of all key ranges. At the start the first server has the first key range, and so on.
 
     Chain replication (van Renesse and Schneider, OSDI 2004), with key ranges laid over a ring as in Li et al., OSDI
     2014, section 4.3: a server is first of one chain, and holds copies of `replicas` others.
     """
 
     chains: tuple[Chain, ...]
-    dead: tuple[int, ...] = field(default=())
+    hosts: tuple[str, ...]
+    """Of each server."""
+    replicas: int
+    dead: tuple[int, ...] = ()
 
     @classmethod
     def first(cls, hosts: Sequence[str], *, replicas: int, epoch: int) -> "Chains":
@@ -54,23 +72,47 @@ class Chains:
         ring = [0] * len(hosts)
         ring[::2], ring[1::2] = by_host[: (len(hosts) + 1) // 2], by_host[(len(hosts) + 1) // 2 :]
         follows = {server: [*ring[place:], *ring[:place]][: replicas + 1] for place, server in enumerate(ring)}
-        return cls(tuple(Chain(index, tuple(follows[index]), epoch) for index in range(len(hosts))))
+        chains = tuple(Chain(index, tuple(follows[index]), epoch) for index in range(len(hosts)))
+        return cls(chains, tuple(hosts), replicas)
 
     def died(self, server: int) -> tuple["Chains", list[Chain]]:
         """The chains without this server, and those of them that have changed. One that is empty now is lost."""
         chains = tuple(chain.without(server) for chain in self.chains)
         changed = [new for old, new in zip(self.chains, chains, strict=True) if new != old]
-        return Chains(chains, (*self.dead, server)), changed
+        return replace(self, chains=chains, dead=(*self.dead, server)), changed
+
+    def changed(self, chain: Chain) -> "Chains":
+        """With this chain of its key range."""
+        return replace(self, chains=tuple(chain if each.key_range == chain.key_range else each for each in self.chains))
+
+    def lacking(self) -> Iterator[Chain]:
+        """Chains that are shorter than at the start, with a living server for each that is to get a copy: one on
+        another host than the others, if there is such a one, and of these one that has few copies."""
+        count = Counter(server for chain in self.chains for server in (*chain.servers, chain.newcomer))
+        for chain in self.chains:
+            there = {self.hosts[server] for server in chain.servers}
+            left = {*range(len(self.hosts))} - {*self.dead, *chain.servers}
+            if left and chain.newcomer is None and len(chain.servers) <= self.replicas:
+                newcomer = min(left, key=lambda server: (self.hosts[server] in there, count[server], server))
+                count[newcomer] += 1
+                yield replace(chain, newcomer=newcomer)
 
 
 def to_body(chain: Chain) -> dict[str, object]:
     """A message's body that says it."""
-    return {"key_range": chain.key_range, "servers": list(chain.servers), "epoch": chain.epoch}
+    return {
+        "key_range": chain.key_range,
+        "servers": list(chain.servers),
+        "epoch": chain.epoch,
+        "newcomer": chain.newcomer,
+    }
 
 
 def from_body(body: Mapping[str, object]) -> Chain:
     """Raises ValueError if this is nothing that `to_body` gives."""
     key_range, servers, epoch = body.get("key_range"), body.get("servers"), body.get("epoch")
-    if not isinstance(servers, list) or not all(type(each) is int for each in (key_range, epoch, *servers)):
+    newcomer = body.get("newcomer")
+    numbers = (key_range, epoch, 0 if newcomer is None else newcomer)
+    if not isinstance(servers, list) or not all(type(each) is int for each in (*numbers, *servers)):
         raise ValueError(f"refused {body!r} as a chain of servers")
-    return Chain(key_range, tuple(servers), epoch)  # type: ignore[arg-type]
+    return Chain(key_range, tuple(servers), epoch, newcomer)  # type: ignore[arg-type]

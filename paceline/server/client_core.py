@@ -19,6 +19,7 @@ from paceline.messages import (
     HOLD,
     IN_TURN,
     STOP,
+    UNCODED,
     VOID,
     Kind,
     Message,
@@ -29,9 +30,11 @@ from paceline.messages import (
 from paceline.server.actions import Send
 from paceline.server.asked_server import AskedServer, Request
 from paceline.server.coded_push import CodedPushes, PushCoding
+from paceline.server.committing import Committing
 from paceline.server.ranges import KeyRange, in_shards
 from paceline.server.spec import Push, Reply
 from paceline.server.state import join, pack, split, unpack
+from paceline.server.whole_updates import Took
 from paceline.server.windows import PIECES_UNDER_WAY, SendWindow
 
 Requests = Callable[[int, "AskedServer"], list[Message]]
@@ -67,7 +70,7 @@ class ClientCore:
         """The present conversation is about, in words."""
         self.moved_bytes = 0
         """Of its messages so far."""
-        self._rank, self._epoch, self._carries_bytes = rank, epoch, carries_bytes
+        self.rank, self._epoch, self._carries_bytes = rank, epoch, carries_bytes
         kinds = zip(beside, epochs or [epoch] * len(beside), strict=True)
         self._servers = [AskedServer(carries_bytes, is_beside, own_epoch) for is_beside, own_epoch in kinds]
         self._layout: Layout | None = None
@@ -77,9 +80,8 @@ class ClientCore:
         self._begun_at = 0  # the iteration at which clocks began
         self._num_due = 0
         self._pushed: tuple[Push, Request] | None = None
-        self._holds = self._all_hold = False  # servers elsewhere, or all, are to have a push before it counts on any
-        self._to_hold: set[int] = set()  # which have yet to say that they have it
-        self._told: set[int] = set()  # that it counts, since all have it
+        self._committing = Committing(self._servers)
+        self._rows_come_first = False  # several servers go on without this worker when it dies
         self._error: WireError | None = None
         self._requests: Requests = _nothing
 
@@ -118,7 +120,7 @@ class ClientCore:
                     shards,
                     server.gradients,
                     server=index,
-                    rank=self._rank,
+                    rank=self.rank,
                     in_place=server.is_beside or not self._carries_bytes,
                 )
         self._bodies = list(bodies)
@@ -136,7 +138,11 @@ class ClientCore:
     def encode(self, push: Push) -> None:
         """What is pushed next, where it is coded."""
         for server in self._servers:
-            if server.coded is not None and not push.void:
+            if server.coded is None or push.void:
+                continue
+            if push.is_last:
+                server.coded.take_along()
+            else:
                 server.coded.encode(step=self._begun_at + self._clock)
 
     def settle(self, reply: Reply) -> None:
@@ -145,11 +151,20 @@ class ClientCore:
             if server.coded is not None:
                 server.coded.settle(is_applied=staleness >= 0)
 
-    def take_along(self, rows: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> bool:
-        """Have the next exchange bring each server these gradients of rows; false, and nothing done, where a server
-        gets its push only when another one has decided."""
-        self._rows = () if self.has_followers else rows
-        return not self.has_followers
+    @property
+    def rows_come_along(self) -> bool:
+        """Whether a push may bring gradients of rows; not where all servers are to have theirs before one has the push:
+        it gets that only when another one has decided, or goes on with what others have of a worker that dies."""
+        return not (self.has_followers or self._rows_come_first)
+
+    def take_along(self, rows: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> None:
+        """Have the next exchange bring each server these gradients of rows, as it may."""
+        self._rows = rows
+
+    @property
+    def takes_rows_along(self) -> bool:
+        """Whether the next exchange brings gradients of rows."""
+        return bool(self._rows)
 
     def exchange(self, push: Push) -> list[Send]:
         body: dict[str, Any] = {}
@@ -163,14 +178,16 @@ class ClientCore:
             body["kind"] = push.kind
         if push.done is not None:
             body["done"] = push.done
-        flags = (VOID if push.void else 0) | (STOP if push.stop else 0) | (HOLD if self._holds else 0)
-        self._to_hold = {index for index, server in enumerate(self._servers) if self._is_to_hold(server)}
-        self._told.clear()
+        if push.share is not None:
+            body["share"] = list(push.share)
+        flags = (VOID if push.void else 0) | (STOP if push.stop else 0) | (HOLD if self._committing.is_needed else 0)
+        flags |= UNCODED if push.is_last else 0
+        self._committing.begin()
         request = partial(
             Message,
             Kind.EXCHANGE,
             self._epoch,
-            sender=self._rank,
+            sender=self.rank,
             flags=flags,
             clock=self._clock,
             pause_at=push.pause_at,
@@ -180,8 +197,9 @@ class ClientCore:
         rows, self._rows = self._rows, ()
 
         def requests(index: int, server: AskedServer) -> list[Message]:
-            if server.is_beside and (server.follows or (self._holds and not self._all_hold)):
-                return []  # it gets the push with the decision, or when all others have it
+            comes_last = self._committing.is_needed and not self._committing.holds(server)
+            if comes_last or (server.is_beside and server.follows):
+                return []  # it gets the push when all others have it, or with the decision
             first, *others = [request()] if push.void else server.pushed(request)
             return [_with_rows(first, *rows[index]) if rows else first, *others]
 
@@ -226,7 +244,7 @@ class ClientCore:
         server.epoch, server.is_beside = epoch, is_beside
         self._num_due += not server.is_new
         server.is_new = True
-        self._told.discard(index)
+        self._committing.moved(index)
         self._bodies[index] = body
         return [self._sent(index, self._attaching(index))]
 
@@ -255,7 +273,8 @@ class ClientCore:
             yield from self.ask_again(index)
             return
         if answer.kind is Kind.HELD and self._pushed is not None:
-            yield from self._held_by(index, *self._pushed)
+            for each in self._committing.held(index):
+                yield self._counted(each, *self._pushed)
             return
         server.num_due -= 1
         self._num_due -= 1
@@ -303,16 +322,14 @@ class ClientCore:
             said = server.answers[0].body
             server.follows, server.is_in_turn = bool(said["follows"]), bool(said["is_in_turn"])
         bodies = [server.answers[0].body for server in self._servers]
-        is_divided = len(bodies) > 1 and not all(server.is_beside for server in self._servers)
-        self._holds = is_divided and all(said["outlives_workers"] for said in bodies)
-        self._all_hold = self._holds and any(said["is_copied_apart"] for said in bodies)
+        self._committing.attached(bodies)
+        self._rows_come_first = len(bodies) > 1 and any(said["outlives_workers"] for said in bodies)
         return bodies
 
     def served_itself(self, *, clock: int) -> None:
         """The worker has pushed, and goes on at this clock, without any message."""
         self._clock = clock
-        server = self._servers[0]
-        self.moved_bytes = 2 * HEAD_BYTES + server.pushed_bytes + server.range_bytes
+        self.moved_bytes = sum(2 * HEAD_BYTES + each.pushed_bytes + each.range_bytes for each in self._servers)
 
     def reply(self) -> Reply:
         """What the servers said. Of many shards the first server's last one decides, and speaks for all."""
@@ -323,6 +340,8 @@ class ClientCore:
             staleness=tuple(head.staleness for head in heads),
             stop=bool(heads[0].flags & STOP),
             admitted=all(answer.flags & ADMITTED for server in self._servers for answer in server.answers),
+            clock=self._clock,
+            took=tuple(Took(clock, tuple(workers)) for clock, workers in heads[0].body.get("took", ())),
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -410,28 +429,17 @@ class ClientCore:
             elif server.follows:
                 yield self._sent(index, self._message(Kind.FOLLOW, body=decision))
 
-    def _is_to_hold(self, server: AskedServer) -> bool:
-        return self._holds and (self._all_hold or not server.is_beside)
-
-    def _held_by(self, index: int, push: Push, request: Request) -> Iterator[Send]:
-        """A server has all of it. When all have, it counts. Whoever takes another's place then says that it has it."""
-        self._to_hold.discard(index)
-        for each, server in enumerate(() if self._to_hold else self._servers):
-            if each not in self._told and not server.is_new:
-                self._told.add(each)
-                yield self._counted(each, push, request)
-
     def _counted(self, index: int, push: Push, request: Request) -> Send:
         """Those beside take it now, where the others had to hold it."""
         server = self._servers[index]
-        if self._is_to_hold(server):
+        if self._committing.holds(server):
             return self._sent(index, self._message(Kind.COUNT, clock=self._clock))
         message = request(tensor_bytes=0 if push.void else server.pushed_bytes)
         message.flags &= ~HOLD
         return self._sent(index, message)
 
     def _message(self, kind: Kind, **fields: Any) -> Message:
-        return Message(kind, self._epoch, sender=self._rank, **fields)
+        return Message(kind, self._epoch, sender=self.rank, **fields)
 
     def _require_layout(self) -> Layout:
         if self._layout is None:

@@ -39,7 +39,7 @@ class _Shard:
     left_next: list[Tensor] = field(default_factory=list)
     """If the last push is applied."""
     raw: Tensor | None = None
-    """The last push."""
+    """The last push; none: it goes without the codec."""
 
 
 @final
@@ -74,6 +74,16 @@ class CodedPushes:
         self._in_place = in_place
         self._seed = 0
 
+    def take_along(self) -> None:
+        """The gradients are there, and become what is owed in all: they go as they are, and nothing is left out."""
+        for part in self._shards:
+            part.raw = None
+            if part.left is None:
+                continue
+            for tensor, left in zip(part.gradients, part.left, strict=True):
+                tensor.add_(left, alpha=self._coding.codec.decay)
+            part.left_next = [torch.zeros_like(left) for left in part.left]
+
     def encode(self, *, step: int) -> None:
         """The gradients are there."""
         codec = self._coding.codec
@@ -93,6 +103,11 @@ class CodedPushes:
                     tensor.copy_(codec.decode(payload, tensor, seed=seed))
                 self._coding.spend((encode_s + decode_s * codec.feedback) * 4 * tensor.numel() / 1e9)
             part.raw = as_bytes(tuple(payloads))
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the last push goes through the codec."""
+        return all(shard.raw is not None for shard in self._shards)
 
     def shard_bytes(self, shard: int) -> int:
         raw = self._shards[shard].raw

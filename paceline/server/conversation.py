@@ -29,8 +29,9 @@ class Conversation(Protocol):
 
 
 def hear(store: ClientCore, conversation: Conversation, index: int, answer: Message) -> Iterator[Send]:
-    """A server's answer has come: to the conversation, or, where it has just taken another's place, to the store, which
-    has told it of this worker first. What to send for it. Raises WireError where it does not want to know the worker.
+    """A server's answer has come. It is for the conversation, or, where the server has just taken another's place and
+    the store has told it of this worker first, for the store. Yields what to send for it. Raises WireError where it
+    does not want to know the worker.
     """
     if conversation is store or index not in store.new:
         yield from conversation.receive(index, answer)

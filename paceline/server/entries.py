@@ -8,22 +8,24 @@ from torch import Tensor
 
 from paceline.errors import RunFailed
 from paceline.messages import ALL_SHARDS, VOID, Kind, Message, WireError, from_frames, to_frames
-from paceline.server import whole_pushes
+from paceline.server import standing, whole_pushes
+from paceline.server.closing import Closed
 from paceline.server.part import Part
-from paceline.server.part_state import initialise, set_state
+from paceline.server.part_state import initialise, set_state, state_fields
 from paceline.server.server_core import ServerCore
-from paceline.server.shard import Closed
 from paceline.server.tables.shards import RowUpdate, TableShards
+from paceline.server.whole_updates import Round
 
 _CLOSED, _PARAMETERS, _STATE, _LEFT = "closed", "parameters", "state", "left"
 _ROWS, _TABLES = "rows", "tables"
-_OF_TABLES = {kind.value: kind for kind in (Kind.OPEN_TABLES, Kind.SET_ROWS, Kind.LOAD_ROWS)}
+_OF_TABLES = {kind.value: kind for kind in (Kind.OPEN_TABLES, Kind.SET_ROWS, Kind.LOAD_ROWS, Kind.PUSH_ROWS)}
+_WHOLE, _SHARD, _PUSHES = "whole", "shard", "pushes"
 _ATTACHED, _HELD, _LET_GO, _EXPECTED, _LET_IN = "attached", "held", "let go", "expected", "let in"
 
 
 def of_closed(index: int, core: ServerCore, closed: Closed) -> Message:
-    """A shard closes a clock: the update's gradient, already joined, so one copy of it whatever the number of workers
-    (Li et al., OSDI 2014, section 4.3, replication after aggregation)."""
+    """A shard closes a clock. The entry has the update's gradient, already joined: one copy, whatever the number of
+    workers (Li et al., OSDI 2014, section 4.3, replication after aggregation)."""
     pushes = [core.last_push(worker) for worker in closed.contributors]
     body = {
         "what": _CLOSED,
@@ -33,6 +35,7 @@ def of_closed(index: int, core: ServerCore, closed: Closed) -> Message:
         "pushes": [whole_pushes.to_body(push) for push in pushes if push is not None],
         "stop": closed.stop,
         "is_void": closed.gradients is None,
+        "round": None if closed.round is None else closed.round.plain,
     }
     return _entry(body, shard=index, tensors=closed.gradients or ())
 
@@ -45,8 +48,8 @@ def of_rows(tables: TableShards, updates: Sequence[RowUpdate]) -> Message:
 
 
 def of_request(message: Message, parts: Sequence[Part]) -> list[Message]:
-    """What a worker's message has changed besides: the parameters at the start, the optimizers' state, who is there,
-    the tables as a whole."""
+    """What a worker's message has changed besides closing clocks: the parameters at the start, the optimizers' state,
+    who is there, the tables as a whole, and gradients of rows that wait for their push."""
     if message.kind is Kind.INITIALISE:
         chosen = range(len(parts)) if message.shard == ALL_SHARDS else (message.shard,)
         body = {"what": _PARAMETERS}
@@ -57,13 +60,24 @@ def of_request(message: Message, parts: Sequence[Part]) -> list[Message]:
     if message.kind is Kind.SET_STATE:
         return [_with_payload(_entry({**message.body, "what": _STATE}), message)]
     if message.kind in _OF_TABLES.values():
-        return [_with_payload(_entry({"what": _TABLES, "kind": message.kind.value, "body": message.body}), message)]
+        about = {"kind": message.kind.value, "worker": message.sender, "at": message.clock, "body": message.body}
+        return [_with_payload(_entry({"what": _TABLES, **about}), message)]
     return [_entry({"what": _LEFT, "worker": message.sender})] if message.kind is Kind.LEAVE else []
 
 
 def of_attached(message: Message) -> Message:
     """A worker is there, whose memory a copy on its host has to reach once it is gone."""
     return _entry({"what": _ATTACHED, "worker": message.sender, "flags": message.flags, "reach": message.body})
+
+
+def is_of_attached(entry: Message) -> bool:
+    """Whether `of_attached` gives this."""
+    return entry.body.get("what") == _ATTACHED
+
+
+def begins_whole(entry: Message) -> bool:
+    """Whether what `of_whole` gives begins with this."""
+    return entry.body.get("what") == _WHOLE
 
 
 def of_held(push: Message, tensors: Sequence[Tensor]) -> Message:
@@ -86,6 +100,29 @@ def of_expected(worker: int) -> Message:
 def of_let_in(worker: int, clock: int) -> Message:
     """It pushes for this clock first."""
     return _entry({"what": _LET_IN, "worker": worker, "at": clock})
+
+
+def of_whole(core: ServerCore, attached: Iterable[Message]) -> list[Message]:
+    """All that a fresh copy is to know, one entry after the other.
+
+    Args:
+        attached: what `of_attached` has given, of each worker the last.
+
+    Raises:
+        WireError: some of it cannot be sent.
+    """
+    if core.tables.are_open:
+        raise WireError("rows of tables are not copied anew")
+    shards = [
+        _entry({"what": _SHARD, **standing.to_body(part.shard.standing())}, shard=index, tensors=part.shard.parameters)
+        for index, part in enumerate(core.parts)
+    ]
+    counted = [whole_pushes.to_body(push) for push in core.pushes.counted()]
+    held = [of_held(*core.held_push(push.sender)) for push in core.pushes.all_held()]
+    fields = state_fields(core.parts)
+    state = Message(Kind.REPLICATE, 0, **{**fields, "body": {**fields["body"], "what": _STATE}})
+    pushes = _entry({"what": _PUSHES, "counted": counted, "gone": list(core.gone)})
+    return [_entry({"what": _WHOLE}), *attached, *shards, state, pushes, *held]
 
 
 def apply(
@@ -119,12 +156,24 @@ def apply(
                 parts[entry.shard].shard.pulled(worker)
         elif what == _STATE:
             set_state(parts, entry)
+        elif what == _WHOLE:
+            pass
+        elif what == _SHARD:
+            initialise(parts[entry.shard], entry, None)
+            parts[entry.shard].shard.stand(standing.from_body(body))
+        elif what == _PUSHES:
+            for push in body["counted"]:
+                core.copy_count(whole_pushes.from_body(push))
+            for worker in body["gone"]:
+                core.part_with(worker)
         elif what == _ROWS:
             updates = [core.tables.read_update(told) for told in body["updates"]]
             from_frames(entry.payload, [tensor for update in updates for tensor in update.gradients])
             core.tables.repeat(updates)
         elif what == _TABLES:
-            _do_with_tables(core, Message(_OF_TABLES[body["kind"]], 0, body=body["body"], payload=entry.payload))
+            kind, worker, clock = _OF_TABLES[body["kind"]], body["worker"], body["at"]
+            asked = Message(kind, 0, sender=worker, clock=clock, body=body["body"], payload=entry.payload)
+            _do_with_tables(core, asked)
         elif what == _LEFT:
             for part in parts:
                 part.shard.leave(body["worker"])
@@ -157,7 +206,7 @@ def _do_with_tables(core: ServerCore, message: Message) -> None:
 
 
 def _do_alone(actions: Iterable[object]) -> None:
-    """Of a copy nobody hears; whoever serves has said it."""
+    """Have a copy do what it does without a word to anybody; whoever serves has said it."""
     for _ in actions:
         pass
 
@@ -184,11 +233,7 @@ def _closed(body: Mapping[str, Any], gradients: Sequence[Tensor] | None) -> Clos
         gradients,
         {worker: (clock, staleness) for worker, clock, staleness in body["contributors"]},
         {worker: (clock, pulled_at) for worker, clock, pulled_at in body["clocks"]},
-        {worker: [_hyperparameters(group) for group in groups] for worker, groups in body["groups"]},
+        {worker: standing.of_groups(groups) for worker, groups in body["groups"]},
         body["stop"],
+        None if body["round"] is None else Round.of_plain(body["round"]),
     )
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has lists where optimizers have tuples (betas)."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}

@@ -11,10 +11,12 @@ from paceline.errors import UsageError
 from paceline.layout import Layout
 from paceline.messages import Raw, WireError, to_frames
 from paceline.server.admission import AdmissionRule
+from paceline.server.closing import Groups
 from paceline.server.optimizer import build_optimizer
 from paceline.server.ranges import KeyRange
 from paceline.server.shard import Shard
 from paceline.server.spec import OptimizerSpec, ServerSpec
+from paceline.server.standing import of_groups
 
 
 @dataclass
@@ -30,18 +32,15 @@ class Part:
     frames: list[Raw] | None = None
     frames_iteration: int = 0
 
-    def own_groups(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Of all groups' hyperparameters, those of this shard. JSON has lists where optimizers have tuples (betas).
-        Raises WireError if they are not of the form in which a worker sends them."""
+    def own_groups(self, given: Sequence[Mapping[str, Any]]) -> Groups:
+        """Of all groups' hyperparameters, those of this shard. Raises WireError if they are not of the form in which a
+        worker sends them."""
         are_mappings = isinstance(given, list) and all(
             isinstance(each, dict) and "params" not in each for each in given
         )
         if not are_mappings or len(given) <= max(self.groups):
             raise WireError("refused hyperparameters that are not one mapping a group")
-        return [
-            {name: tuple(value) if isinstance(value, list) else value for name, value in given[group].items()}
-            for group in self.groups
-        ]
+        return of_groups([given[group] for group in self.groups])
 
     def as_frames(self) -> list[Raw]:
         """The parameters as they are now. Sockets read them later, and the next update writes in place: a copy.

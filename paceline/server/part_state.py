@@ -36,7 +36,7 @@ def states_of(parts: Sequence[Part]) -> dict[str, Tensor]:
 
 
 def state_fields(parts: Sequence[Part]) -> dict[str, Any]:
-    """Of a message with the state of all shards' optimizers. Raises WireError if a state cannot be sent."""
+    """The fields of a message with the state of all shards' optimizers. Raises WireError if a state cannot be sent."""
     try:
         body, frames = pack(states_of(parts))
     except UsageError as error:
@@ -57,7 +57,7 @@ def set_state(parts: Sequence[Part], message: Message) -> None:
 
 
 def _numbered(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
-    """Each with the index of its first piece in the server's range."""
+    """Each part with the index of its first piece in the server's range."""
     first = 0
     for part in parts:
         yield first, part

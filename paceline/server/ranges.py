@@ -67,6 +67,17 @@ def require_some_for_each(layout: Layout, *, num_servers: int, whole_tensors: bo
         raise UsageError(f"servers={num_servers} leaves a server without parameters: the model has {num_places} {kind}")
 
 
+def span_bytes(layout: Layout, pieces: KeyRange) -> tuple[int, int]:
+    """Where in the layout's buffer these pieces, which are in order, begin and end."""
+    first, last = pieces[0], pieces[-1]
+
+    def place(piece: Piece, element: int) -> int:
+        segment = layout.segments[piece.segment]
+        return segment.start_bytes + element * segment.dtype.itemsize
+
+    return place(first, first.start), place(last, last.stop)
+
+
 def in_shards(pieces: KeyRange, *, whole: bool) -> list[KeyRange]:
     """What each shard of a server holds: one piece, or all, for optimizers that must see whole tensors. A server
     without a piece has an empty shard, which still counts what workers push."""

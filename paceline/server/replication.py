@@ -12,10 +12,16 @@ and which one counted last.
 When a server has died, each chain goes on without it (`reform`). Whoever is left sends again what the next copy has not
 said that it has; entries that a copy has already it passes over. A new head has every entry that was acknowledged.
 Workers send it what was not answered; contributions that are in its copy it answers, and does not apply again.
+
+A server that has no copy yet gets one from the last of the chain (`Chain.newcomer`): all that this one has, and each
+entry from there on. Nobody waits for the newcomer until it has said that it has what was there when it began, and it is
+behind the others once it has all that came meanwhile (`Copied`): then the launcher has the chain end with it. The last
+one begins when nothing that it has can be lost with it: workers give again what was not closed, but dead ones do not.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -25,8 +31,8 @@ from paceline.messages import MORE, Kind, Message, WireError
 from paceline.server import entries
 from paceline.server.actions import Action, Send
 from paceline.server.chains import Chain
+from paceline.server.closing import Closed
 from paceline.server.server_core import ServerCore
-from paceline.server.shard import Closed
 from paceline.server.tables.shards import RowUpdate
 
 
@@ -44,7 +50,26 @@ class Said(NamedTuple):
     what: Any
 
 
-CopyAction = Action | ToServer | Said
+class Copied(NamedTuple):
+    """Tell the launcher what has become of the newcomer of this chain."""
+
+    chain: Chain
+    why_not: str = ""
+    """If it gets no copy from this one, in words."""
+
+
+CopyAction = Action | ToServer | Said | Copied
+
+
+@dataclass
+class _Newcomer:
+    server: int
+    began_at: int = -1
+    """The last entry that is part of what it was given; below 0: it was given nothing yet."""
+    waits_from: int | None = None
+    """Entries after this one wait for its word, too, since it has what it was given."""
+    is_there: bool = False
+    """The launcher was told."""
 
 
 @final
@@ -53,7 +78,9 @@ class Replication:
     Args:
         core: of the key range; its shards are built.
         server: which one of the group this is.
-        reach: attaches a worker to the core, as another copy did, with its memory if that is in reach.
+        reach: attaches a worker to the core, as another copy did, with its memory if that is in reach; false where it
+            was to be.
+        is_new: another copy is to give it all that it has.
     """
 
     def __init__(
@@ -62,9 +89,13 @@ class Replication:
         *,
         server: int,
         chain: Chain,
-        reach: Callable[[Message], None] = lambda message: None,
+        reach: Callable[[Message], bool] = lambda message: True,
+        is_new: bool = False,
     ) -> None:
         self._core, self._server, self._chain, self._reach = core, server, chain, reach
+        self._is_new, self._lacks_memory = is_new, False
+        self._newcomer: _Newcomer | None = None
+        self._attached: dict[int, Message] = {}  # by worker, the last entry that says how it is reached
         self._number = self._acknowledged = 0  # of the last entry that is part of this copy, and of all after it
         self._unacknowledged: deque[Message] = deque()
         self._held: deque[tuple[int, CopyAction]] = deque()
@@ -96,7 +127,8 @@ class Replication:
 
     def attached(self, message: Message, answer: Message) -> Iterator[CopyAction]:
         """The core has been told that this worker is there."""
-        return self._commit([Send(message.sender, answer)], [entries.of_attached(message)])
+        self._attached[message.sender] = entries.of_attached(message)
+        return self._commit([Send(message.sender, answer)], [replace(self._attached[message.sender])])
 
     def part_with(self, worker: int, say: Callable[[Any], object]) -> Iterator[CopyAction]:
         """As `ServerCore.part_with`, of what every copy has."""
@@ -120,16 +152,24 @@ class Replication:
         return self._commit([*actions, Said(say, None)], [entries.of_let_in(worker, clock)])
 
     def reform(self, chain: Chain) -> Iterator[CopyAction]:
-        """The chain has changed, and this server is still in it."""
+        """The chain has changed, and this server is still in it, or is to be."""
         self._chain, self._core.epoch = chain, chain.epoch
+        if self._is_new:
+            return
         if self.is_head:
             self._change.clear()
         is_last = chain.after(self._server) is None
-        if is_last:
+        if self._newcomer is not None and not (is_last and chain.newcomer == self._newcomer.server):
+            self._newcomer = None
+        if is_last and self._newcomer is None:
             self._unacknowledged.clear()
-        yield from self._acknowledge(self._number if is_last else self._acknowledged)
-        for entry in list(self._unacknowledged):
+            if chain.newcomer not in (None, self._server):
+                self._newcomer = _Newcomer(chain.newcomer)
+        is_waited_for = not is_last or (self._newcomer is not None and self._newcomer.waits_from is not None)
+        yield from self._acknowledge(self._acknowledged if is_waited_for else self._number)
+        for entry in () if is_last else list(self._unacknowledged):
             yield self._forward(entry)
+        yield from self._welcome()
 
     def _serve(self, message: Message, now_s: float) -> Iterator[CopyAction]:
         """What a worker asks."""
@@ -149,6 +189,7 @@ class Replication:
             yield from self._hand_on(entry)
         self._held.extend((self._number, action) for action in actions)
         yield from self._release()
+        yield from self._welcome()
 
     def _note(self, index: int, closed: Closed) -> None:
         if self.is_head:
@@ -163,7 +204,9 @@ class Replication:
         if self.is_head or entry.epoch < self._core.epoch:
             return  # of one that is taken for dead
         self._core.epoch = entry.epoch
-        if entry.clock == self._number + len(self._change) + 1:
+        if self._is_new:
+            yield from self._take_whole(entry)
+        elif entry.clock == self._number + len(self._change) + 1:
             self._change.append(entry)
             if not entry.flags & MORE:
                 change, self._change = self._change, []
@@ -171,26 +214,83 @@ class Replication:
                     self._repeat(each)
                 for each in change:
                     yield from self._hand_on(each)
+                yield from self._welcome()
         elif entry.clock <= self._acknowledged:
             yield from self._acknowledge(self._acknowledged)
 
     def _repeat(self, entry: Message) -> None:
-        entries.apply(entry, self._core, self._gradients, self._reach)
+        if entries.is_of_attached(entry):
+            self._attached[entry.body["worker"]] = replace(entry)
+        entries.apply(entry, self._core, self._gradients, self._note_reach)
         self._number = entry.clock
+
+    def _note_reach(self, message: Message) -> None:
+        self._lacks_memory |= not self._reach(message)
+
+    def _take_whole(self, entry: Message) -> Iterator[CopyAction]:
+        """Of all that the copy before has: every entry has the number of the last one that is part of it."""
+        if entries.begins_whole(entry):
+            self._change.clear()
+        elif not self._change:
+            return  # of an attempt before this one
+        self._change.append(entry)
+        if entry.flags & MORE:
+            return
+        change, self._change = self._change, []
+        for each in change:
+            self._repeat(each)
+        if self._lacks_memory:
+            yield Copied(self._chain, "a worker died just then")
+        else:
+            self._is_new = False
+            yield from self._acknowledge(self._number)
+
+    def _welcome(self) -> Iterator[CopyAction]:
+        """Give the newcomer all that is here, if it is still to be given that, and all of it can be."""
+        newcomer = self._newcomer
+        if newcomer is None or newcomer.began_at >= 0 or not self._core.can_be_copied:
+            return
+        try:
+            whole = entries.of_whole(self._core, map(replace, self._attached.values()))
+        except WireError as error:
+            self._newcomer = None
+            yield Copied(self._chain, str(error))
+            return
+        newcomer.began_at = self._number
+        for entry in whole:
+            entry.clock, entry.flags = self._number, MORE if entry is not whole[-1] else 0
+            yield self._forward(entry)
 
     def _hear(self, message: Message) -> Iterator[CopyAction]:
         """The copies after this one have all entries up to this."""
-        if message.sender == self._chain.after(self._server):
-            while self._unacknowledged and self._unacknowledged[0].clock <= message.clock:
-                self._unacknowledged.popleft()
+        if message.sender != self._next:
+            return
+        while self._unacknowledged and self._unacknowledged[0].clock <= message.clock:
+            self._unacknowledged.popleft()
+        newcomer = self._newcomer
+        if newcomer is None:
             yield from self._acknowledge(message.clock)
+            return
+        if newcomer.waits_from is None:
+            newcomer.waits_from = self._number
+        if message.clock > self._acknowledged:
+            yield from self._acknowledge(message.clock)
+        if message.clock >= newcomer.waits_from and not newcomer.is_there:
+            newcomer.is_there = True
+            yield Copied(self._chain)
+
+    @property
+    def _next(self) -> int | None:
+        """Whom entries are sent to."""
+        after, newcomer = self._chain.after(self._server), self._newcomer
+        return newcomer.server if newcomer is not None and newcomer.began_at >= 0 else after
 
     def _hand_on(self, entry: Message) -> Iterator[CopyAction]:
-        if self._chain.after(self._server) is None:
-            yield from self._acknowledge(entry.clock)
-        else:
+        if self._next is not None:
             self._unacknowledged.append(entry)
             yield self._forward(entry)
+        if self._next is None or (self._newcomer is not None and self._newcomer.waits_from is None):
+            yield from self._acknowledge(entry.clock)
 
     def _acknowledge(self, number: int) -> Iterator[CopyAction]:
         self._acknowledged = max(self._acknowledged, number)
@@ -202,7 +302,7 @@ class Replication:
 
     def _forward(self, entry: Message) -> ToServer:
         entry.sender, entry.epoch = self._server, self._core.epoch
-        return ToServer(_required(self._chain.after(self._server)), entry)
+        return ToServer(_required(self._next), entry)
 
     def _release(self) -> Iterator[CopyAction]:
         while self._held and self._held[0][0] <= self._acknowledged:

@@ -4,19 +4,21 @@ Sans-IO: whoever carries messages calls it, gives it the time, and does what it 
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from paceline.codec import TensorCodec
 from paceline.messages import (
     ALL_SHARDS,
     APART,
     FRAME_BYTES,
     HOLD,
     STOP,
+    UNCODED,
     VOID,
     Kind,
     Message,
@@ -39,7 +41,7 @@ from paceline.server.whole_pushes import Parted, WholePushes
 from paceline.server.windows import LEAST_ANSWERS, PIECES_UNDER_WAY, AnswerWindow
 
 _ERROR_LENGTH = 4000
-_ABOUT = ("sender", "weight", "kind")  # a contribution
+_ABOUT = ("sender", "weight", "kind", "share")  # a contribution
 
 
 @final
@@ -134,6 +136,7 @@ class ServerCore:
         self._tables.files = spec.table_files
         self._tables.joins = spec.rule.joins
         self._tables.may_lend = spec.rule.is_free and not spec.outlives_workers
+        self._tables.agrees_on_rates = not spec.outlives_workers
         self._spec = spec
 
     def attach(
@@ -219,6 +222,8 @@ class ServerCore:
             if not (isinstance(action, Send) and action.to == worker):
                 yield action
         self._pushes.let_go(worker)
+        last = self._pushes.last(worker)
+        self._tables.let_go(worker, clock=None if last is None else last.clock)
 
     def expect(self, worker: int) -> int:
         """A worker that has attached is to take part from here on. Returns the clock that it is expected at: under bsp
@@ -232,6 +237,21 @@ class ServerCore:
         """All servers expect the worker, the last of them at this clock, for which it pushes first."""
         for index, part in self._all_parts:
             yield from self._answering.answer(index, part, part.shard.begin_with(worker, clock), now_s)
+
+    @property
+    def can_be_copied(self) -> bool:
+        """Whether all that is here and not closed comes again if it is lost: nothing of workers that are gone."""
+        shards = [part.shard for part in self.parts]
+        return all(self._gone.isdisjoint(shard.rule.active) and shard.is_repeatable for shard in shards)
+
+    @property
+    def gone(self) -> Iterable[int]:
+        """Workers of which nothing is heard any more."""
+        return self._gone
+
+    @property
+    def pushes(self) -> WholePushes:
+        return self._pushes
 
     def last_push(self, worker: int) -> Message | None:
         """That counts of this worker's, without its tensors."""
@@ -276,11 +296,11 @@ class ServerCore:
         """Whether all workers are beside, and those who have all tensors could go on without this server."""
         are_beside = len(self._clients) > 0 and all(client.is_beside for client in self._clients.values())
         is_complete = are_beside and self._spec is not None and len(self._clients) == self._spec.rule.members.size
-        return is_complete and self._tables.is_empty and all(part.shard.is_quiet for part in self.parts)
+        return is_complete and not self._tables.has_waiting and all(part.shard.is_quiet for part in self.parts)
 
     def decode_s(self, message: Message) -> float:
         """How long a core decodes a worker's push, where time is simulated."""
-        codec = None if self._spec is None else self._spec.codec
+        codec = self._codec_of(message)
         num_bytes = sum(part.tensor_bytes for _, part in self._parts_of(message))
         return 0.0 if codec is None else codec.seconds_per_gbyte[1] * num_bytes / 1e9
 
@@ -358,11 +378,15 @@ class ServerCore:
         return replace(message, payload=own)
 
     def _read_push(self, message: Message, index: int, gradients: Sequence[Tensor]) -> None:
-        codec = None if self._spec is None else self._spec.codec
+        codec = self._codec_of(message)
         if codec is None:
             from_frames(message.payload, gradients)
         else:
             decode_push(codec, message, gradients, server=self.index, shard=index)
+
+    def _codec_of(self, push: Message) -> TensorCodec | None:
+        """What the push has come through, if it did not come as it is."""
+        return None if self._spec is None or push.flags & UNCODED else self._spec.codec
 
     def _follow(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
         """A worker brings what the first server decided."""

@@ -7,58 +7,19 @@ while the next one still arrives. Each is complete in itself, so nothing but byt
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final, get_args
+from typing import final, get_args
 
 import torch
 from torch import Tensor
 
 from paceline.aggregate import MEAN, Aggregator, Contribution, ContributionKind
 from paceline.server.admission import AdmissionRule, ProtocolError
+from paceline.server.closing import Answer, Applied, Closed, Groups
 from paceline.server.optimizer import IMPLEMENTATION, step_of
-
-Groups = Sequence[Mapping[str, Any]]
-"""Hyperparameters of an optimizer's groups, without their parameters."""
+from paceline.server.standing import ShardStanding
+from paceline.server.whole_updates import Round, Share, WholeUpdate
 
 _KINDS, _NUMBERS = get_args(ContributionKind), (float, int)
-
-
-class Answer(NamedTuple):
-    """A worker's exchange is complete: it is to be sent the current parameters."""
-
-    worker: int
-    iteration: int
-    clock: int
-    staleness: int
-    """Updates between the worker's last pull and its gradient; -1 if the gradient was not applied, or not yet."""
-    stop: bool
-    admitted: bool
-    """False: answered only so that the worker can take part in a pause or end; it must ask again before it goes on."""
-    contributors: tuple[int, ...] | None = None
-    """What the worker must tell the other shards (`Shard.follow`): whose gradients formed the clock before `clock`."""
-
-
-class Applied(NamedTuple):
-    """One gradient that became (part of) an update."""
-
-    iteration: int
-    """The update's number, from 1."""
-    worker: int
-    clock: int
-    staleness: int
-
-
-class Closed(NamedTuple):
-    """What a shard is about to make of the contributions to one clock, so that a copy of the shard can do the same."""
-
-    gradients: Sequence[Tensor] | None
-    """As the optimizer gets them, which may overwrite them; None: the clock is void, or updates are over."""
-    contributors: Mapping[int, tuple[int, int]]
-    """Of each worker its contribution's clock, and its staleness."""
-    clocks: Mapping[int, tuple[int, int]]
-    """As `Shard.clocks` gives them after it."""
-    groups: Mapping[int, Groups]
-    """By worker: hyperparameters that have come with its contribution."""
-    stop: bool
 
 
 @dataclass(slots=True)
@@ -71,6 +32,7 @@ class _Given:
     contribution: Contribution | None
     """None where the push was void, or the contribution is part of an earlier one that is kept."""
     is_void: bool
+    share: Share | None = None
     staleness: int = -1
 
 
@@ -116,8 +78,13 @@ class Shard:
         """By worker: when to answer it even so, and what it pushed last."""
         self._stop = False
         self._applied: list[Applied] = []
+        self._whole = WholeUpdate()
+        self._rounds: list[Applied] = []
+        """Gradients of the rounds of a whole update, until it is complete."""
         self._copied: dict[int, tuple[int, int]] = {}
         """By worker: clock and staleness of the last contribution that another copy of this shard has closed."""
+        self._told: dict[int, tuple[int, int]] = {}
+        """As `_copied`, of contributions that this one has closed, and told others of."""
         self.before_closing: Callable[[Closed], None] | None = None
         """Told of each clock before it changes anything but the rule."""
 
@@ -148,6 +115,7 @@ class Shard:
         sender: int | None = None,
         weight: float = 1.0,
         kind: ContributionKind = "gradient",
+        share: object = None,
     ) -> list[Answer]:
         """A contribution arrived: one tensor a parameter, or None where there is none to give for this clock.
 
@@ -160,6 +128,7 @@ class Shard:
                 groups.
             sender: whom the worker pushes for; none: for itself.
             weight: of the contribution among others.
+            share: as `Share`, of an update that may take several rounds.
 
         Raises:
             ProtocolError: the sender is not the worker's, or not at this clock; or tensors, weight or groups are not of
@@ -177,12 +146,16 @@ class Shard:
             raise ProtocolError(f"worker {worker} has {len(groups)} parameter groups, this server {len(self._initial)}")
         if self.rule.worker_of(sender) != worker:
             raise ProtocolError(f"worker {worker} pushed for sender {sender}, which is not its own")
+        part = None if share is None else Share.of_plain(share)
+        if part is not None:
+            self._whole.require(part)
         self._stop = self._stop or stop
         self.rule.expect_pause(1 if self._stop else pause_at - self.iteration)
         contributors = self.rule.push(sender, clock)
         if groups is not None:
             self._groups[worker] = (clock, groups)
-        self._given[sender] = given = _Given(worker, clock, sender, contribution, contribution is None)
+        is_void = contribution is None and (part is None or part.num_samples > 0)
+        self._given[sender] = given = _Given(worker, clock, sender, contribution, is_void, part)
         self._waiting[worker] = pause_at, given
         self._update(contributors)
         return list(self._answers())
@@ -286,11 +259,41 @@ class Shard:
             self._given.pop(worker, None)  # of one that is gone, which this copy has taken itself
             self._kept.pop((worker, clock), None)
         self._stop = self._stop or closed.stop
-        if closed.gradients is not None:
+        if closed.round is not None:
+            stale = {worker: staleness for worker, (_, staleness) in closed.contributors.items()}
+            self._go_through(closed.round, stale, closed.gradients)
+        elif closed.gradients is not None:
             self._apply(list(closed.contributors), closed.gradients)
         self.resume(self.iteration, closed.clocks)
         for worker in closed.contributors:
             self.pulled(worker)
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether workers give again what is here and not closed, if it is lost."""
+        are_there = all(each.worker in self.rule.active for each in self._given.values())
+        return are_there and not self._kept and not self._whole.is_open
+
+    def standing(self) -> ShardStanding:
+        return ShardStanding(
+            self.iteration,
+            self.clocks(),
+            counted=self._copied | self._told,
+            groups=self._groups,
+            in_force=self._in_force,
+            active=sorted(self.rule.active),
+            begins=self.rule.begins,
+            stop=self._stop,
+            took=self._whole.took,
+        )
+
+    def stand(self, standing: ShardStanding) -> None:
+        """Be a copy of a shard that stands so; parameters and optimizer are as that one's already."""
+        self._copied, self._groups = dict(standing.counted), dict(standing.groups)
+        self._stop, self._whole.took = standing.stop, list(standing.took)
+        self._use(standing.in_force)
+        self.rule.admit(standing.active, standing.begins)
+        self.resume(standing.iteration, standing.clocks)
 
     def drain_applied(self) -> list[Applied]:
         """The gradients applied since the last call."""
@@ -318,14 +321,14 @@ class Shard:
         if self._kept:
             for each in given:
                 self._kept.pop((each.worker, each.clock), None)
+        if any(each.share is not None for each in given):
+            self._end_round(given)
+            return
         # One sender without a gradient voids the clock: what one process would do with the combined batch.
         if any(each.is_void for each in given) or self._is_over():
             self._tell_of_closing(given, None)
             return
-        contributions = [each.contribution for each in given if each.contribution is not None]
-        joined = self._aggregator.aggregate(contributions, self._sums)
-        pairs = zip(self.parameters, joined, strict=True)
-        gradients = [tensor if tensor.dtype == own.dtype else tensor.to(own.dtype) for own, tensor in pairs]
+        gradients = self._as_own(self._joined(given))
         for each in given:
             each.staleness = self.iteration - self._pulled_at.get(each.worker, 0)
         self._tell_of_closing(given, gradients)
@@ -333,13 +336,48 @@ class Shard:
         for each in given:
             self._applied.append(Applied(self.iteration, each.worker, each.clock, each.staleness))
 
-    def _tell_of_closing(self, given: Sequence[_Given], gradients: Sequence[Tensor] | None) -> None:
+    def _end_round(self, given: Sequence[_Given]) -> None:
+        """An update of a whole global batch has these contributions, too."""
+        shares = [each.share for each in given if each.share is not None]
+        share = shares[0]._replace(num_samples=sum(each.num_samples for each in shares))
+        one = Round(given[0].clock, share, any(each.is_void for each in given))
+        counted = [each for each in given if each.contribution is not None]
+        for each in counted:
+            each.staleness = self.iteration - self._pulled_at.get(each.worker, 0)
+        mean = self._as_own(self._joined(counted)) if counted and not one.is_void else None
+        self._tell_of_closing(given, mean, one)
+        self._applied += self._go_through(one, {each.worker: each.staleness for each in given}, mean)
+
+    def _go_through(self, one: Round, staleness: Mapping[int, int], mean: Sequence[Tensor] | None) -> list[Applied]:
+        """A round is over. Makes the update if that is complete, and returns the gradients of all its rounds."""
+        self._rounds += [Applied(0, worker, one.clock, stale) for worker, stale in staleness.items() if stale >= 0]
+        if not self._whole.end_round(one, tuple(staleness), mean):
+            return []
+        gradients, rounds, self._rounds = self._whole.take(), self._rounds, []
+        if gradients is None or self._is_over():
+            return []
+        self._apply(list(staleness), self._as_own(gradients))
+        return [each._replace(iteration=self.iteration) for each in rounds]
+
+    def _joined(self, given: Sequence[_Given]) -> Sequence[Tensor]:
+        contributions = [each.contribution for each in given if each.contribution is not None]
+        return self._aggregator.aggregate(contributions, self._sums)
+
+    def _as_own(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """In the parameters' dtypes."""
+        pairs = zip(self.parameters, gradients, strict=True)
+        return [tensor if tensor.dtype == own.dtype else tensor.to(own.dtype) for own, tensor in pairs]
+
+    def _tell_of_closing(
+        self, given: Sequence[_Given], gradients: Sequence[Tensor] | None, one: Round | None = None
+    ) -> None:
         if self.before_closing is None:
             return
         contributors = {each.worker: (each.clock, each.staleness) for each in given}
+        self._told |= contributors
         latest = {worker: self._groups[worker] for worker in contributors if worker in self._groups}
         groups = {worker: new for worker, (clock, new) in latest.items() if clock == contributors[worker][0]}
-        self.before_closing(Closed(gradients, contributors, self.clocks(), groups, self._stop))
+        self.before_closing(Closed(gradients, contributors, self.clocks(), groups, self._stop, one))
 
     def _apply(self, workers: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """One step of the optimizer."""
@@ -352,7 +390,11 @@ class Shard:
     def _adopt_groups(self, workers: Sequence[int]) -> None:
         """Update with what the gradient's own worker set; of several workers, with what was set last."""
         known = [self._groups[worker] for worker in workers if worker in self._groups]
-        groups = max(known, key=lambda entry: entry[0])[1] if known else self._initial
+        # Of a whole update all who have set something may be gone.
+        unset = self._in_force if self._whole.took else self._initial
+        self._use(max(known, key=lambda entry: entry[0])[1] if known else unset)
+
+    def _use(self, groups: Groups) -> None:
         if groups is not self._in_force:
             for own, new in zip(self.optimizer.param_groups, groups, strict=True):
                 own.update({name: value for name, value in new.items() if name not in IMPLEMENTATION})
@@ -369,9 +411,9 @@ class Shard:
             if not admitted and (held or not (self._stop or self.iteration >= pause_at)):
                 continue
             del self._waiting[worker]
-            staleness = -1
+            staleness, took = -1, tuple(self._whole.took)
             if given is not None:
-                staleness = given.staleness
+                staleness, took = given.staleness, took[-1:]
                 self._let_go_on(given)
             yield Answer(
                 worker,
@@ -381,6 +423,7 @@ class Shard:
                 self._stop,
                 admitted,
                 None if given is None else self.rule.contributors,
+                took,
             )
 
     def _let_go_on(self, given: _Given) -> None:

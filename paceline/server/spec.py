@@ -13,6 +13,7 @@ from paceline.layout import Layout
 from paceline.server.admission import AdmissionRule
 from paceline.server.ranges import KeyRange
 from paceline.server.tables.storage import TableFiles
+from paceline.server.whole_updates import Share, Took
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class Push(NamedTuple):
     """A delta is what the worker's parameters are, less what they were when it got them."""
     done: Done | None = None
     """What the worker has done when this counts, where others may have to take over the rest."""
+    share: Share | None = None
+    """What it has of the samples of its update, where that may take several rounds; none: each clock is one."""
+    is_last: bool = False
+    """The worker leaves others when this counts, and owes nothing then: it goes without a codec, together with what
+    codecs have left out of pushes before."""
 
     @property
     def is_plain(self) -> bool:
@@ -91,3 +97,8 @@ class Reply(NamedTuple):
     """Some worker asked all to stop after this iteration."""
     admitted: bool
     """False: answered for a pause only; call `wait_for_admission` before the next gradient."""
+    clock: int = 0
+    """Of this worker's next gradient."""
+    took: tuple[Took, ...] = ()
+    """Where updates take several rounds: whose gradients the round had that is over; or, without a gradient, those of
+    all rounds so far."""

@@ -15,7 +15,7 @@ well. Between hosts all servers have a push first, also those that reach it, and
 say so: no push counts that is not in all copies.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
@@ -85,8 +85,15 @@ class WholePushes:
             del self._held[push.sender]
 
     def last(self, worker: int) -> Message | None:
-        """That counts of this worker's."""
+        """The last push of this worker's that counts."""
         return self._counted.get(worker)
+
+    def counted(self) -> Iterable[Message]:
+        """The last of each worker that counts."""
+        return self._counted.values()
+
+    def all_held(self) -> Iterable[Message]:
+        return self._held.values()
 
     def lacks(self, push: Message) -> bool:
         """Whether the push, which is to count, does not do so yet."""

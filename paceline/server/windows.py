@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar, final
 
 PIECES_UNDER_WAY = 4
-"""Of full size, that a worker has pushed to a server elsewhere and that are not answered, where updates need every
-worker's gradient.
+"""How many pieces of full size a worker may have pushed to a server elsewhere and not have had answered, where updates
+need every worker's gradient.
 
 Connections share a link unevenly, and such a piece waits for the slowest worker's. So workers stay abreast, and a
 server's link carries answers while it still carries gradients. ResNet-18 on 8 hosts at 1 Gbit/s, `ps-bsp`, medians of
 three: 3.7 s a step with everything pushed at once and 2.9 s so with one server, 2.4 s and 1.9 s with two.
 """
 LEAST_ANSWERS = 4
-"""Of full size, that a server may have under way."""
+"""How many answers of full size a server may have under way, at least."""
 UNDER_WAY_S = 0.3
 """What has arrived within so long may be under way, if that is more.
 
@@ -49,7 +49,7 @@ class SendWindow(Generic[Sent]):
         self._unsent.append((message, num_bytes))
 
     def take(self) -> Iterator[Sent]:
-        """Those that may go now."""
+        """What may go now."""
         while self._unsent and (not self._under_way or self._num_bytes + self._unsent[0][1] <= self.limit_bytes):
             message, num_bytes = self._unsent.popleft()
             self._under_way.append(num_bytes)
@@ -96,7 +96,7 @@ class AnswerWindow(Generic[Sent]):
         self._window.put((worker, answer), num_bytes)
 
     def take(self, now_s: float) -> Iterator[tuple[int, Sent]]:
-        """Those that may go now, and to whom."""
+        """What may go now, and to whom."""
         if self._window.is_idle:  # and was so for want of answers, which says nothing of the link
             self._arrived.clear()
             self._arrived_bytes, self._busy_since_s = 0.0, now_s

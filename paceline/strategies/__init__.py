@@ -36,7 +36,7 @@ class Entry:
     strategy: type[Strategy]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of options that are other by default under this name than the strategy's own."""
+    """The defaults of options whose default under this name is another than the strategy's own."""
     leaves_out: tuple[str, ...] = ()
     """Options that have no effect with those that are fixed."""
     refuses: Mapping[str, str] = field(default_factory=dict)

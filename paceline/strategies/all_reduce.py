@@ -16,17 +16,15 @@ from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule
 from paceline.server.tables.storage import TableFiles
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, option, require_choice
-from paceline.strategies.bucket_size import MIN_BYTES
 from paceline.strategies.bucketing import laid_out
 from paceline.strategies.by_rows import moved_by_rows
 from paceline.strategies.choosing import Choosing, LinkSpeed
+from paceline.strategies.codec_choice import CodecChoice
 from paceline.strategies.coding import (
     CODEC_DOC,
-    NOTHING_CODED,
     SCOPE_DOC,
+    Coding,
     Scope,
-    can_be_repeated,
-    coding_of,
     require_averaging,
 )
 from paceline.strategies.exchange import averaging
@@ -125,10 +123,7 @@ class AllReduce(Strategy):
         return Traits(
             lock_step=True,
             tells_stop=True,
-            repeats_steps=self.algorithm == "auto"
-            and can_be_repeated(self.codec)
-            and self.aggregate.streams
-            and not has_servers,
+            repeats_steps=self.algorithm == "auto" and self.aggregate.streams and not has_servers,
             passes_attacks=not has_servers,
             num_servers=self.servers,
             holds_rows=has_servers,
@@ -177,24 +172,13 @@ class _AllReduceSynchronizer(Synchronizer):
             behind_backward=strategy.behind_backward,
             exchange=lambda flat: average(flat)(),
         )
-        coding_in = partial(coding_of, strategy.codec, strategy.codec_scope)
-        coding = self._coding = coding_in(context)
-        self._choosing: Choosing | None = None
-        if strategy.codec is not None and coding is None:
-            self.facts = {**self.facts, "codec": NOTHING_CODED}
-        elif coding is not None and isinstance(strategy.codec, Auto):
-            scratch = buffer if buffer.numel() >= MIN_BYTES else context.collective.allocate(MIN_BYTES)
-            speed = LinkSpeed(
-                context, among_hosts=coding.among_hosts, scratch=scratch, average=lambda flat: average(flat)()
-            )
-            taken_s = partial(speed.average_s, shapes=[spec.shape for spec in replica.specs])
-            self._choosing, coding = Choosing(strategy.codec, context, taken_s), None
-        elif coding is not None:
-            self.facts = {**self.facts, "codec": str(coding.codec)}
+        self._choice = CodecChoice(strategy.codec, strategy.codec_scope, partial(_watch, replica))
+        coding = self._choice.begin(context)
+        self.facts = self._choice.told(self.facts)
         self._gradients = (
             GradientAveraging(strategy, self, layout, buffer, coding)
             if context.recovery is None
-            else RepeatedAveraging(strategy, self, layout, buffer, coding_in, context.recovery)
+            else RepeatedAveraging(strategy, self, layout, buffer, coding, self._choice, context.recovery)
         )
         self._rows: RowsBeside | None = None
         if strategy.servers and replica.is_first:
@@ -228,6 +212,7 @@ class _AllReduceSynchronizer(Synchronizer):
         self.context = context
         self.facts = self.facts if facts is None else facts
         self._gradients.rejoin(facts)
+        self.facts = self._choice.told(self.facts)
 
     def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         if self._rows is not None:
@@ -267,18 +252,18 @@ class _AllReduceSynchronizer(Synchronizer):
             self._rows.push(is_void=self.iteration == before, pause_at=pause_at)
         self.has_updated = gradients.is_update_complete
         stop = gradients.end_step()
-        if self._choosing is not None:
-            self._choose(self._choosing)
+        self._take_up_codec()
         return StepOutcome(self.iteration, stop=stop, staleness=0 if self.iteration > before else -1)
 
-    def _choose(self, choosing: Choosing) -> None:
-        """Go on with a codec, if one is worth it."""
-        outcome = choosing.step_ended()
-        if outcome is None:
+    def _take_up_codec(self) -> None:
+        """Encode with the codec that `auto` has chosen, if it has just chosen one."""
+        if self.context.recovery is None:  # otherwise choosing is a part of what is repeated
+            self._choice.look()
+        if not self._choice.has_found:
             return
-        self.facts, self._choosing = {"codec": outcome.why}, None
-        if outcome.codec is not None and self._coding is not None:
-            self._gradients.code(replace(self._coding, codec=outcome.codec, before=outcome.before))
+        if (coding := self._choice.take_up()) is not None:
+            self._gradients.code(coding)
+        self.facts = self._choice.told(self.facts)
 
     def leave(self) -> None:
         if self._rows is not None:
@@ -293,3 +278,9 @@ class _AllReduceSynchronizer(Synchronizer):
 
     def close(self) -> None:
         self._gradients.close()
+
+
+def _watch(replica: Replica, auto: Auto, context: Context, coding: Coding) -> Choosing:
+    num_bytes = sum(spec.num_bytes for spec in replica.specs)
+    speed = LinkSpeed(context, among_hosts=coding.among_hosts, num_bytes=num_bytes)
+    return Choosing(auto, context, partial(speed.average_s, shapes=[spec.shape for spec in replica.specs]))

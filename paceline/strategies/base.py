@@ -2,38 +2,45 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, Protocol, final, get_args
+from typing import Any, Literal, NamedTuple, final, get_args
 
-import torch
 from torch import Tensor, nn
 
-from paceline.aggregate import MEAN, Aggregator, Contribution
+from paceline.aggregate import MEAN, Aggregator
 from paceline.codec import TensorCodec
-from paceline.comm.base import Collective, Store, Timing
-from paceline.comm.mailbox import Mailbox
-from paceline.elastic import Done
+from paceline.comm.base import Timing
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.layout import Layout
 from paceline.membership import Membership
-from paceline.messages import Raw
-from paceline.roster import Participation, Roster
+from paceline.roster import Participation
 from paceline.server.admission import AdmissionRule
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.server.state import export_state, import_state
 from paceline.server.tables.storage import TableFiles
-from paceline.strategies.elsewhere import ClientsElsewhere, ServerElsewhere
+from paceline.strategies.context import Context, Recovery
 from paceline.strategies.global_model import averaged
 from paceline.strategies.meeting import gathered
 from paceline.strategies.own_state import OwnState
-from paceline.strategies.pacing import Pacing, RealTime
 from paceline.strategies.pass_ends import Passes
 from paceline.strategies.progress import Progress
-from paceline.strategies.regrouping import LaneKeeper, Regrouping
 from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
+
+__all__ = [
+    "Context",
+    "NonFinitePolicy",
+    "Recovery",
+    "StepOutcome",
+    "Strategy",
+    "Synchronizer",
+    "non_finite",
+    "option",
+    "option_docs",
+    "require_choice",
+]
 
 NonFinitePolicy = Literal["raise", "skip", "allow"]
 
@@ -41,109 +48,6 @@ NonFinitePolicy = Literal["raise", "skip", "allow"]
 def option(default: Any, doc: str) -> Any:
     """A strategy's option: a dataclass field that carries its own line of documentation."""
     return field(default=default, metadata={"doc": doc})
-
-
-@dataclass(frozen=True)
-class Context:
-    """What an engine gives one worker."""
-
-    rank: int
-    membership: Membership
-    local_rank: int
-    local_size: int
-    device: torch.device
-    collective: Collective
-    store: Store | None = None
-    """The first optimizer's, for strategies that have servers."""
-    store_beside: Callable[[int], Store] | None = None
-    """Connects to what the servers hold for another optimizer of the run: the second is number 1. Collective call."""
-    connect_mailbox: Callable[[], Mailbox] | None = None
-    """Makes a mailbox, for strategies whose messages come unasked. Collective call."""
-    pacing: Pacing = field(default_factory=RealTime)
-    """The clock that this worker's run is timed with, real or virtual."""
-    seed: int = 0
-    """The run's, the same on every worker."""
-    max_steps: int | None = None
-    """Iterations after which the run ends, if it ends by their number."""
-    corrupt: Callable[[Sequence[Tensor], int], None] | None = None
-    """Called with what this worker is about to send and the number of its step: in place, a hostile worker's becomes
-    what an attack makes of it. Where workers meet at each exchange it is a collective call. None: nobody attacks."""
-    corrupt_clients: Callable[[Sequence[Contribution], int], list[Contribution]] | None = None
-    """Called with what all clients of a round send, and its number: what comes of it where some are hostile, the same
-    on every worker. None: nobody attacks."""
-    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
-    """What the script's evaluation finds of a model, asked on this worker alone. Raises UsageError where the script
-    registers none."""
-    off_the_clock: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Inside, the training clock stands, and workers wait for one another as long as it takes. Every worker enters it
-    where one does something for all that is not training."""
-    tell: Callable[[str, Mapping[str, Any]], None] | None = None
-    """Records an event of the whole run, from the first worker."""
-    log: Callable[[Mapping[str, float]], None] | None = None
-    """Records metrics of this worker, as the script does."""
-    data_samples: int = 0
-    """In the script's data set, of several loaders the first one's; 0: a stream, which does not say."""
-    roster: Roster | None = None
-    """The clients' turns that this worker plays, under strategies that have clients."""
-    clients: ClientsElsewhere | None = None
-    """On a server whose clients are elsewhere: carries rounds to them."""
-    server: ServerElsewhere | None = None
-    """On a client whose server is elsewhere: carries rounds from it."""
-
-    reform: Regrouping | None = None
-    """Where workers come, leave and die while the others go on: how they are told of one another."""
-    num_at_start: int | None = None
-    """The workers that the run began with, by which an elastic one's global batches are as large as they are."""
-    recovery: "Recovery | None" = None
-    """There, what a synchronizer asks that repeats a step."""
-    lane_keeper: LaneKeeper | None = None
-    """There, who knows who has which of the data, under strategies whose servers outlive workers."""
-    done: Callable[[], Done] | None = None
-    """There, how far this worker is once the step is over that it is about to push."""
-
-    @property
-    def size(self) -> int:
-        """How many workers train together."""
-        return self.membership.size
-
-    @property
-    def has_peers(self) -> bool:
-        """Whether others train beside this worker, or may come to."""
-        return self.size > 1 or self.reform is not None
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this worker does what one does for all."""
-        return self.rank == self.membership.ranks[0]
-
-
-class Recovery(Protocol):
-    """What a synchronizer that repeats steps is told about the data and the other workers."""
-
-    last_result: Callable[[], Sequence[Raw]]
-    """The synchronizer's: what the last step that was committed has made of all workers' gradients, for those that have
-    missed it."""
-
-    @property
-    def has_given(self) -> bool:
-        """Whether this worker has given its state to one who joins, and its next part is to be averaged with that one
-        taking part."""
-
-    @property
-    def begins_update(self) -> bool:
-        """Whether an update begins with the round that is under way; otherwise it goes on with an earlier one's."""
-
-    @property
-    def weight(self) -> float:
-        """This worker's share of the update, times the number of workers that are left."""
-
-    def commit(self) -> bool:
-        """All have the round's result. Returns whether the update has all its samples. Raises UsageError where nobody
-        can tell which batch it was."""
-
-    def regroup(self) -> Context:
-        """Somebody is lost, or comes: the surroundings in which those who are there repeat the round. Collective call
-        of these. Raises ResultHandedOn where others have the round's result, and this worker is to commit it, too."""
 
 
 class StepOutcome(NamedTuple):
@@ -170,7 +74,7 @@ class Synchronizer(ABC):
     stop_vote: Callable[[], bool] = staticmethod(lambda: False)
     """Asked once a step where the strategy's trait `tells_stop` holds: does this worker want all to stop?"""
     number: int = 0
-    """Of the run's optimizer that it is for."""
+    """Which of the run's optimizers it is for."""
     title: str = ""
     """That optimizer's name, if there are several."""
     progress: Callable[[], Progress] = Progress
@@ -181,6 +85,8 @@ class Synchronizer(ABC):
     """Whether the last step changed the model, or was the last of those that make up its update."""
     facts: Mapping[str, float | str] = {}
     """What was measured or chosen at the start, for the records."""
+    takes_in: bool = True
+    """Whether one who joins may take part in the next exchange, where workers come and go."""
     ended_by: str = ""
     """Why a `StepOutcome` says that every worker ends, where that is not because a script did."""
 
@@ -219,6 +125,12 @@ class Synchronizer(ABC):
             UsageError: this worker's optimizer takes no steps.
         """
         return closure
+
+    @property
+    def owes(self) -> bool:
+        """Whether something of this worker's gradients is yet to be sent, which its next step does when it has been
+        asked to leave (`Regrouping.is_asked_to_leave`)."""
+        return False
 
     @property
     def timings(self) -> tuple[Timing, ...]:
@@ -331,8 +243,7 @@ class Synchronizer(ABC):
         self.iteration = iteration
 
     def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
-        """Go on among those who are there now, under strategies whose trait `repeats_steps` or `outlives_workers`
-        holds. Collective call.
+        """Go on among those who are there now, under strategies whose trait `survives` holds. Collective call.
 
         `facts`: the others', where this worker joins them.
         """

@@ -13,7 +13,7 @@ from paceline.strategies.base import Context
 from paceline.strategies.replica import Replica
 
 FIRST_BUCKET_BYTES = 1_000_000
-"""At most, so that gradients begin to move early in backward."""
+"""The first bucket is no larger, so that gradients begin to move early in backward."""
 WHOLE_BYTES = 1 << 30
 """A bucket that holds all gradients of most models."""
 

@@ -7,11 +7,12 @@ from paceline.server.tables.row_optimizers import SGD, Adagrad, Adam, RowOptimiz
 from paceline.strategies.replica import Replica
 
 _NEVER = ("momentum", "weight_decay", "lr_decay", "maximize", "differentiable", "fused")
-"""With these an optimizer takes no sparse gradients, or changes rows without one, or servers cannot do as it does."""
+"""Settings with which an optimizer takes no sparse gradients, or changes rows without one, or servers cannot do as it
+does."""
 
 
 def moved_by_rows(replica: Replica) -> frozenset[int]:
-    """Their places among the replica's parameters."""
+    """The places, among the replica's parameters, of the weights whose rows move."""
     layers = (module for module in replica.model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
     weights = {id(layer.weight) for layer in layers if layer.sparse}
     return frozenset(

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
-from torch import Tensor
 
 from paceline.codec import Auto, Chosen, Codec, JointCodec, Shape, TensorCodec, chosen
 from paceline.codec.joining import coding_s, sent_bytes
-from paceline.comm.base import Work
 from paceline.strategies.base import Context
 from paceline.strategies.bucket_size import LARGE_BYTES, MIN_BYTES, measured
+from paceline.strategies.bucketing import allocated
 
 Speed = tuple[float, float]
 """Seconds for a GB of float32, to encode and to decode."""
@@ -85,27 +84,21 @@ class LinkSpeed:
 
     Args:
         among_hosts: only what leaves a host is coded.
-        scratch: zeros, as `bucket_size.measured` takes them; none: a tensor of its own.
-        average: starts to average a tensor in place; none: the collective's own.
+        num_bytes: about as large as exchanges are.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        *,
-        among_hosts: bool,
-        scratch: Tensor | None = None,
-        average: Callable[[Tensor], Work] | None = None,
-    ) -> None:
+    def __init__(self, context: Context, *, among_hosts: bool, num_bytes: int) -> None:
         # Hosts may have unlike numbers of workers: rounded up, there are two or more.
         self._num_coding = -(-context.size // context.local_size) if among_hosts else context.size
-        if scratch is None or scratch.numel() < MIN_BYTES:
-            scratch = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=context.device)
-        average = average or (lambda flat: context.collective.all_reduce(flat, op="mean"))
-        self._found = measured(context.collective, average, scratch, now_s=context.pacing.now_s)
+        self._found = measured(
+            context.collective,
+            lambda flat: context.collective.all_reduce(flat, op="mean"),
+            allocated(context, min(max(num_bytes, MIN_BYTES), LARGE_BYTES)),
+            now_s=context.pacing.now_s,
+        )
 
     def average_s(self, codec: Codec, speed: Speed, *, shapes: Sequence[Shape], num_exchanges: int = 1) -> float:
-        """For an average of tensors of these shapes through a codec, in so many parts."""
+        """Time of an average of tensors of these shapes through a codec, in so many parts."""
         size = self._num_coding
         link_bytes_per_s = self._found.bytes_per_s * 2 * (size - 1) / size
         count = sum(torch.Size(shape).numel() for shape in shapes)
@@ -114,7 +107,7 @@ class LinkSpeed:
         return coding_s(codec, count, size, seconds_per_gbyte=speed) + moved_s + latency_s
 
     def messages_s(self, codec: Codec, speed: Speed, *, shape: Shape, num_messages: int) -> float:
-        """For a tensor of this shape to and from so many neighbours, who share an estimate of it."""
+        """Time to move a tensor of this shape to and from so many neighbours, who share an estimate of it."""
         size = self._num_coding
         link_bytes_per_s = self._found.bytes_per_s * 2 * (size - 1) / size
         encode_s, decode_s = (each * 4e-9 * torch.Size(shape).numel() for each in speed)

@@ -33,7 +33,7 @@ class Coding:
     pacing: Pacing = field(default_factory=RealTime)
     """The worker's clock, which is told what coding takes."""
     before: Codec | None = None
-    """For the steps before the codec's first one; none: these go uncoded."""
+    """What encodes the steps before the codec's first one; none: these go uncoded."""
     place: tuple[int, int] = (0, 1)
     """Which part of a tensor it codes: with `among_hosts` its number on its host, and how many workers that has."""
 
@@ -48,14 +48,8 @@ def coding_of(codec: Codec | None, scope: Scope, context: Context) -> Coding | N
     return Coding(codec, context.seed, among_hosts=True, pacing=context.pacing, place=place)
 
 
-def can_be_repeated(codec: Codec | None) -> bool:
-    """Whether workers that come and go, and repeat exchanges, can use this codec: what a worker keeps of an exchange
-    has to be its own, and one that misses the end of an exchange has to need nothing but the mean."""
-    return codec is None or not (codec.joint or codec.adapts)
-
-
 def push_coding_of(codec: TensorCodec | None, scope: Scope, context: Context, layout: Layout) -> PushCoding | None:
-    """Of what a worker pushes to servers. Raises UsageError for tensors that no codec knows."""
+    """How a worker codes what it pushes to servers. Raises UsageError for tensors that no codec knows."""
     if codec is None:
         return None
     for segment in layout.segments:

@@ -17,7 +17,8 @@ from paceline.strategies.sparse_gradients import SparseGradients
 Mode = Literal["auto", "always", "never"]
 _WINDOW_BYTES = 256
 _MOST_LOOKS = 8
-"""At steps of several backward passes: a script that accumulates in every step is not to pay for it."""
+"""How many steps of several backward passes are looked at: a script that accumulates in every step is not to pay for
+it."""
 
 _NO_MEAN = (
     "under ps-bsp with backup_workers or --elastic there is no mean gradient to change; use --option combine=never to "
@@ -134,7 +135,7 @@ class Combining:
         self._read_at = self._reads.end()
 
     def look_closely(self) -> None:
-        """At the next step, see also those changes through `.data` that a few bytes do not show."""
+        """At the next step, look also for changes through `.data` that a few bytes do not show."""
         self._looks_closely = self._refuses_change
 
     def only_accumulates(self) -> None:
@@ -213,7 +214,7 @@ class Combining:
         return self._seen != self._versions() or (closely and self._digest != digest(self._flats))
 
     def _versions(self) -> list[object]:
-        """In-place changes of any gradient so far, which views count on the tensor they are a view of, and some bytes,
-        since torch does not count changes through `.data`."""
+        """What changes with each change of a gradient in place: counters, which views share with the tensor they are a
+        view of, and some bytes, since torch does not count changes through `.data`."""
         versions = [*map(version_of, self._flats), *self._rows.versions()]
         return [*versions, *(window.read() for window in self._windows)] if self.looks else versions

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,14 +28,30 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 def require_same(names: Sequence[str], tensors: Sequence[Tensor], collective: Collective, *, when: str) -> None:
     """Raises TensorMismatch, on every rank, naming the first tensor that is not the same on all. Collective call."""
+    found = first_difference(names, tensors, collective)
+    if found is not None:
+        raise TensorMismatch(
+            f"{when} parameter {found.name!r} is not the same on ranks 0 and {found.rank}, as by weights that one rank "
+            "has loaded after prepare; load them on every rank, or before prepare"
+        )
+
+
+class Difference(NamedTuple):
+    """A tensor that is not the same on rank 0 and on this rank."""
+
+    name: str
+    rank: int
+
+
+def first_difference(names: Sequence[str], tensors: Sequence[Tensor], collective: Collective) -> Difference | None:
+    """On the first rank that differs from rank 0, the first tensor that does; none: all are the same. Collective
+    call."""
     everyone = collective.all_gather_object([digest([tensor]) for tensor in tensors])
     for rank, theirs in enumerate(everyone):
-        culprit = next((name for name, mine, own in zip(names, everyone[0], theirs, strict=True) if mine != own), None)
-        if culprit is not None:
-            raise TensorMismatch(
-                f"{when} parameter {culprit!r} is not the same on ranks 0 and {rank}, as by weights that one rank has "
-                "loaded after prepare; load them on every rank, or before prepare"
-            )
+        for name, first, own in zip(names, everyone[0], theirs, strict=True):
+            if first != own:
+                return Difference(name, rank)
+    return None
 
 
 def _sums(tensor: Tensor) -> list[Tensor]:

@@ -23,7 +23,7 @@ class Total(NamedTuple):
     """A round's sum, of which nobody knows the parts."""
 
     sum: Tensor
-    """Of vectors times their weights, 1-D, float64."""
+    """The sum of the vectors times their weights, 1-D, float64."""
     weight: float
     num_summed: int
 
@@ -32,7 +32,7 @@ class SumOfClients(Protocol):
     """Adds up what clients hide from the server."""
 
     def total(self, vectors: Mapping[int, tuple[float, Tensor]], *, round_number: int) -> Total:
-        """Of the round's clients, each with a weight and a vector of its own, as far as they are played here.
+        """The sum over the round's clients, each with a weight and a vector of its own, as far as they are played here.
         Collective call. Raises UsageError, on all workers, where there is no sum."""
 
 
@@ -40,7 +40,7 @@ class ClientsElsewhere(SumOfClients, Protocol):
     """The clients of a server, each a process of somebody's, elsewhere."""
 
     coding_seed: int
-    """Of codecs, the same at both ends."""
+    """The seed of codecs, the same at both ends."""
     outweigh: float
     """A client counts at most so many times as much as the median one of its round."""
 
@@ -70,7 +70,7 @@ class ServerElsewhere(Protocol):
     client: int
     """This client's number."""
     coding_seed: int
-    """Of codecs, the same at both ends."""
+    """The seed of codecs, the same at both ends."""
 
     @property
     def round(self) -> int:

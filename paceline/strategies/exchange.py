@@ -1,4 +1,4 @@
-"""Between a bucket of values and the wire: encode, move, decode, join."""
+"""What lies between a bucket of values and the wire: encode, move, decode, join."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, final
@@ -82,7 +82,8 @@ class Exchange:
             coded.settle(is_applied=is_applied)
 
     def carry_on(self, before: "Exchange") -> None:
-        """Among other workers than `before`, of the same buckets: what its codec has left out is still owed."""
+        """Among other workers than `before`, of the same buckets: what its codec has left out is still owed. What a
+        codec has alike on all workers begins anew, on all."""
         for coded, earlier in zip(self._coded, before._coded, strict=False):  # none where nothing is, or was, coded
             coded.carry_on(earlier)
 
@@ -183,7 +184,8 @@ class _Coded(Work):
         codec, share = self._coding.codec, before._share
         if share is None or self._coding.place != before._coding.place or "left" not in self.kept:
             return
-        left = handed_on(before.kept, codec, share.regions[codec], rank=share.rank, size=share.size)["left"]
+        last = before._coding.before if isinstance(before._coding.before, TensorCodec) else codec
+        left = handed_on(before.kept, last, share.regions[last], rank=share.rank, size=share.size)["left"]
         if left.shape == self.kept["left"].shape:
             self.kept = {**self.kept, "left": left}
 

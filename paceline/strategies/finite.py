@@ -9,10 +9,34 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from paceline.nn.sharded_embedding import ShardedEmbedding
-from paceline.strategies.base import NonFinitePolicy, non_finite
+from paceline.strategies.base import NonFinitePolicy, Synchronizer, non_finite
 from paceline.strategies.replica import Replica, is_skipped_by_scaler
 
 _one, _found = torch.ones(()), torch.zeros(())
+
+
+def step_alone(
+    synchronizer: Synchronizer, update: Callable[[], object], policy: NonFinitePolicy, *, step: int, counts: bool = True
+) -> bool:
+    """Take this worker's own step with its own gradients, unless one of them is not finite and the policy says `skip`.
+
+    Args:
+        update: the script's optimizer step.
+        step: its number, for the error.
+        counts: false: the gradients are looked at, and no step is taken.
+
+    Returns:
+        Whether the optimizer has stepped.
+
+    Raises:
+        NonFiniteGradient: a gradient is not finite and the policy says `raise`.
+    """
+    replica = synchronizer.replica
+    applies = synchronizer.gradients_are_spent or may_step(replica, policy, rank=synchronizer.context.rank, step=step)
+    if not applies or not counts:
+        return False
+    update()
+    return not is_skipped_by_scaler(replica.optimizer)
 
 
 def may_step(replica: Replica, policy: NonFinitePolicy, *, rank: int, step: int) -> bool:
@@ -31,7 +55,7 @@ def may_step(replica: Replica, policy: NonFinitePolicy, *, rank: int, step: int)
 
 
 def nonfinite_row(tables: Iterable[ShardedEmbedding]) -> str | None:
-    """In words, a row whose gradient is NaN or infinite."""
+    """A row whose gradient is NaN or infinite, in words; none if there is none."""
     return next((row for table in tables if (row := table.find_nonfinite()) is not None), None)
 
 

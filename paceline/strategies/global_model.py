@@ -64,7 +64,7 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def _average(tensor: Tensor, collective: Collective) -> None:
-    """In double precision, and divided before it is added up, so that no sum overflows."""
+    """Average in double precision, and divide before adding up, so that no sum overflows."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     share = real.double().div_(collective.size)
     collective.all_reduce(share, op="sum").wait()

@@ -63,14 +63,13 @@ class GradientAveraging:
         self.is_exchanged = False
         """Whether what has been accumulated for the next step is averaged."""
         self.weight = 1.0
-        """Of this worker's gradients."""
+        """The weight of this worker's gradients."""
         self._options, self._owner = options, owner
         self._layout = layout
         self._rows = SparseGradients(owner.replica, whose=lambda: (owner.number, owner.title))
         self._buckets = self._in_buckets(buffer)
         self._exchange = self._exchanging(coding, Timing())
         self._overlap = Overlap(owner.context.collective.timing, now_s=owner.context.pacing.now_s)
-        self._behind_backward = options.behind_backward
         self._works: list[Work] = []
         self._culprit: tuple[int, str] | None = None  # a rank, and a parameter whose gradient was not finite there
         self._stop = False
@@ -127,7 +126,6 @@ class GradientAveraging:
     def code(self, coding: Coding) -> None:
         """Encode gradients from the next step on."""
         self._exchange = self._exchanging(coding, self._exchange.timing)
-        self._behind_backward = False
 
     def own_state(self) -> dict[str, OwnState]:
         return self._exchange.own_state()
@@ -159,6 +157,7 @@ class GradientAveraging:
             aggregator=self._options.aggregate,
         )
         self._looks_first = self._options.nonfinite != "allow" and not exchange.is_watched
+        self._behind_backward = self._options.behind_backward and coding is None
         return exchange
 
     def _on_bucket(self, bucket: int) -> None:

@@ -4,6 +4,7 @@ Iacob et al., "DES-LOC: Desynced low communication adaptive optimizers for train
 algorithm 1: parameters and each moment have periods of their own, the slower a moment changes the longer.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from paceline.arrays import is_finite
 from paceline.comm.base import Collective
 from paceline.errors import UsageError
+from paceline.messages import Raw, from_frames, raw_bytes, to_frames
 from paceline.strategies.replica import Replica
 
 _MOMENTUM = ("exp_avg", "momentum_buffer")
@@ -35,6 +37,8 @@ class JoinedStates:
         kinds = {"momentum_every": (momentum_every, _MOMENTUM), "variance_every": (variance_every, _VARIANCE)}
         self._kinds = {option: kind for option, kind in kinds.items() if kind[0]}
         self._are_there = False
+        self._means: dict[str, list[Tensor]] = {}
+        """A tensor for each dtype of parameters, from `average` to `take_up`."""
 
     def require_there(self) -> None:
         """The optimizer has stepped. Raises UsageError if it keeps no state of a kind that is asked for."""
@@ -48,36 +52,90 @@ class JoinedStates:
                 )
         self._are_there = True
 
+    def average(self, number: int, *, counts: bool = True) -> None:
+        """This round, counted from 1, is over: average what is due. Nothing changes before `take_up`. Collective call.
+
+        Args:
+            counts: whether this worker's states do; not those of one who has just come with a copy of another's.
+        """
+        self._means = {}
+        for period, names in self._kinds.values():
+            if number % period:
+                continue
+            # Who has left out all steps has none yet, and counts all the same.
+            found = self._collective.all_gather_object(self._found(names) if counts else None)
+            counting = [each for each in found if each is not None]
+            for name in sorted({name for each in counting for name in each}):
+                self._means[name] = self._averaged(name, counts=counts, share=len(found) / max(1, len(counting)))
+
     @torch.no_grad()
-    def join(self, number: int, *, takes: Callable[[str], bool]) -> None:
-        """This round, counted from 1, is over: average what is due. Collective call.
+    def take_up(self, *, takes: Callable[[str], bool]) -> None:
+        """Have the means that `average` found become this worker's states.
 
         Args:
             takes: asked on all workers alike, with the name of a state whose mean is not finite.
         """
-        for period, names in self._kinds.values():
-            if number % period:
-                continue
-            found = self._collective.all_gather_object(self._found(names))  # who has left out all steps has none yet
-            for name in sorted({name for each in found for name in each}):
-                self._average(name, takes)
+        for name, means in self._means.items():
+            for alike, flat in zip(self._by_dtype(), means, strict=True):
+                if not is_finite(flat) and not takes(name):
+                    continue
+                own = self._own(name, alike)
+                for kept, mean in zip(own, flat.split([each.numel() for each in alike]), strict=True):
+                    if kept is not None:
+                        kept.copy_(mean.view_as(kept))
+        self._means = {}
 
-    def _average(self, name: str, takes: Callable[[str], bool]) -> None:
-        """States lie behind one another while they travel. Where this worker has none, it counts as zero."""
-        parameters, state = self._replica.parameters, self._replica.optimizer.state
-        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            alike = [parameter for parameter in parameters if parameter.dtype == dtype]
-            own = [state.get(parameter, {}).get(name) for parameter in alike]
-            parts = [torch.zeros_like(p) if o is None else o.to(dtype) for o, p in zip(own, alike, strict=True)]
+    def means(self) -> list[memoryview]:
+        """What `average` found, for another worker's `take_means`."""
+        if not self._kinds:
+            return []
+        names = torch.frombuffer(bytearray(json.dumps(list(self._means)).encode()), dtype=torch.uint8)
+        return to_frames([names, *(flat for means in self._means.values() for flat in means)])
+
+    def take_means(self, frames: Sequence[Raw]) -> None:
+        """What another worker's `means` gave takes the place of what this one would have found."""
+        self._means = {}
+        if not self._kinds:
+            return
+        names = json.loads(bytes(raw_bytes(frames[0])))
+        self._means = {name: [_room(alike) for alike in self._by_dtype()] for name in names}
+        from_frames(frames[1:], [flat for means in self._means.values() for flat in means])
+
+    def exchange_among(self, collective: Collective) -> None:
+        """Average with these from here on."""
+        self._collective = collective
+
+    @torch.no_grad()
+    def _averaged(self, name: str, *, counts: bool, share: float) -> list[Tensor]:
+        """States lie behind one another while they travel. Where this worker has none, it counts as zero.
+
+        Args:
+            share: how many workers there are for each that counts.
+        """
+        means = []
+        for alike in self._by_dtype():
+            own = self._own(name, alike) if counts else [None] * len(alike)
+            pairs = zip(own, alike, strict=True)
+            parts = [torch.zeros_like(each) if kept is None else kept.to(each.dtype) for kept, each in pairs]
             flat = torch.cat([part.flatten() for part in parts])
             self._collective.all_reduce(flat, op="mean").wait()
-            if not is_finite(flat) and not takes(name):
-                continue
-            for kept, mean in zip(own, flat.split([part.numel() for part in parts]), strict=True):
-                if kept is not None:
-                    kept.copy_(mean.view_as(kept))
+            means.append(flat if share == 1 else flat * share)
+        return means
+
+    def _by_dtype(self) -> list[list[Tensor]]:
+        parameters = self._replica.parameters
+        dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
+        return [[parameter for parameter in parameters if parameter.dtype == dtype] for dtype in dtypes]
+
+    def _own(self, name: str, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        return [self._replica.optimizer.state.get(parameter, {}).get(name) for parameter in parameters]
 
     def _found(self, names: Sequence[str]) -> list[str]:
-        """Those of the names that some parameter's state has."""
+        """Those of these names that some parameter's state has."""
         states = self._replica.optimizer.state.values()
         return [name for name in names if any(isinstance(state.get(name), Tensor) for state in states)]
+
+
+def _room(tensors: Sequence[Tensor]) -> Tensor:
+    """Memory for these tensors, behind one another."""
+    return tensors[0].new_empty(sum(each.numel() for each in tensors))

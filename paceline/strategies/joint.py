@@ -28,7 +28,7 @@ class JointExchange:
         self._aggregator, self._peers = aggregator, peers
         self._started: list[Tensor] = []
         self._sums = torch.zeros(0, dtype=torch.float64)
-        """Of what each worker has contributed to this worker's part so far, one a row, if the aggregator remembers."""
+        """What each worker has contributed to this worker's part so far, one a row, if the aggregator remembers."""
 
     def starting(self, bucket: Bucket, average_flags: Callable[[], Work]) -> Callable[[], Work]:
         """What starts this bucket's exchange, each time it is called."""
@@ -68,7 +68,8 @@ class JointExchange:
                 target.copy_(tensor)
 
     def _gram(self, given: Sequence[Contribution]) -> Tensor | None:
-        """Of whole contributions, or of the sums of all that each worker has sent; none where nobody looks at it."""
+        """Inner products of whole contributions, or of the sums of all that each worker has sent; none where nobody
+        looks at them."""
         if self._aggregator.is_coordinate_wise:
             return None
         if self._aggregator.remembers:

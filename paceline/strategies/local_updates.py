@@ -1,8 +1,8 @@
 """Local updates: every worker trains alone, and now and then what all have changed is joined."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final, get_args
 
@@ -13,7 +13,6 @@ from paceline.aggregate import MEAN, Aggregator
 from paceline.codec import Auto, Codec
 from paceline.comm.base import Timing
 from paceline.errors import NonFiniteGradient, PeerLost, UsageError
-from paceline.messages import to_frames
 from paceline.outer import Average, Outer, require_in_range
 from paceline.schedule import Rounds
 from paceline.strategies.base import (
@@ -27,24 +26,24 @@ from paceline.strategies.base import (
     require_choice,
 )
 from paceline.strategies.choosing import Choosing, LinkSpeed
+from paceline.strategies.codec_choice import CodecChoice
 from paceline.strategies.coding import (
     CODEC_DOC,
-    NOTHING_CODED,
     SCOPE_DOC,
+    Coding,
     Scope,
-    can_be_repeated,
-    coding_of,
     of_changes,
     require_of_changes,
 )
-from paceline.strategies.finite import checked, may_step
+from paceline.strategies.finite import checked, step_alone
 from paceline.strategies.joined_states import JoinedStates
 from paceline.strategies.joint import AGGREGATE_DOC, require_joint
 from paceline.strategies.outer_model import OuterModel
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.own_state import OwnState, load_replica, of_replica
 from paceline.strategies.regrouping import ResultHandedOn
-from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters
+from paceline.strategies.replica import Replica, require_same_parameters
+from paceline.strategies.round_weights import RoundWeights
 from paceline.strategies.traits import AllReduced, Traits
 
 _WEIGHTS = "weights"
@@ -134,8 +133,7 @@ class LocalUpdates(Strategy):
             codec_scope=self.codec_scope,
             num_besides=sum(1 / period for period in (self.momentum_every, self.variance_every) if period),
         )
-        alike = self.fragments == 1 and not self.alpha and not self.momentum_every and not self.variance_every
-        repeats = alike and not self.delay and can_be_repeated(self.codec) and self.aggregate.streams
+        repeats = self.aggregate.streams
         return Traits(lock_step=False, unit="round", repeats_steps=repeats, passes_attacks=True, traffic=(moved,))
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
@@ -147,21 +145,9 @@ class _LocalSynchronizer(Synchronizer):
     def __init__(self, strategy: LocalUpdates, context: Context, replica: Replica) -> None:
         super().__init__(context, replica)
         self._strategy, self._schedule = strategy, strategy.schedule
-        codec = of_changes(strategy.codec)
-        coding = coding_of(codec, strategy.codec_scope, context)
-        self._choosing: Choosing | None = None
-        self._codec = codec
-        if coding is not None and isinstance(codec, Auto):
-            shapes = [spec.shape for spec in replica.specs]
-            taken_s = partial(
-                LinkSpeed(context, among_hosts=coding.among_hosts).average_s,
-                shapes=shapes,
-                num_exchanges=strategy.fragments,
-            )
-            self._choosing = Choosing(codec, context, taken_s, what="round")
-            self._coding, coding = coding, None
-        elif strategy.codec is not None:
-            self.facts = {"codec": NOTHING_CODED if coding is None else str(coding.codec)}
+        self._choice = CodecChoice(of_changes(strategy.codec), strategy.codec_scope, self._watch)
+        coding = self._choice.begin(context)
+        self.facts = self._choice.told(self.facts)
         self._outer = OuterModel(
             context,
             replica,
@@ -179,14 +165,14 @@ class _LocalSynchronizer(Synchronizer):
         self._overlap = Overlap(context.collective.timing, now_s=context.pacing.now_s)
         self._left_out: set[int] = set()  # fragments under way that are not finite here
         self._is_apart = False  # somebody is gone or comes, and those who are there have not met yet
-        self._last_mean: list[Tensor] = []
+        self._is_new = False  # it enters the exchange that is under way, with a copy of another one's states
+        self._last_result: list[memoryview] = []
         if context.recovery is not None:
-            context.recovery.last_result = lambda: to_frames(self._last_mean)
+            context.recovery.last_result = lambda: self._last_result
         self._begins_alike = strategy.fragments == 1 and strategy.alpha == 0
         self._steps = 0
         self._weight = 1.0
-        self._weights = [(0.0, 0)] * strategy.fragments
-        """The sum of the steps' weights since each fragment left, and how many steps these are."""
+        self._weights = RoundWeights(strategy.fragments, context.recovery)
 
     def start(self) -> None:
         if not self._steps:
@@ -206,20 +192,14 @@ class _LocalSynchronizer(Synchronizer):
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         self._overlap.end()
         require_same_parameters(self.replica)
-        applies = self.gradients_are_spent or may_step(
-            self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self._steps + 1
-        )
-        # What a worker trains on that is another's, when it has nothing of its own, is not to count.
-        applies = applies and self._weight > 0
-        if applies:
-            update()
-        applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
+        # A batch that a worker is given for want of one of its own is another's, and is not to count.
+        counts = self._weight > 0
+        applies = step_alone(self, update, self._strategy.nonfinite, step=self._steps + 1, counts=counts)
         if applies:
             self._states.require_there()
-        self._weights = [(total + self._weight, count + 1) for total, count in self._weights]
+        self._weights.step(self._weight)
         self._pass_step()
-        if self._outer.is_under_way():
-            self._overlap.begin()
+        self._move_on()
         return StepOutcome(self.iteration, staleness=0 if applies else -1)
 
     def leave(self) -> None:
@@ -250,8 +230,8 @@ class _LocalSynchronizer(Synchronizer):
                 del own[f"parameters.{index}"]
         return {
             **own,
-            **self._outer.own_state(with_shared=self._begins_alike),
-            _WEIGHTS: OwnState(torch.tensor(self._weights, dtype=torch.float64)),
+            **self._outer.own_state(with_shared=self._begins_alike or self.context.recovery is not None),
+            _WEIGHTS: OwnState(self._weights.state()),
         }
 
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
@@ -259,8 +239,13 @@ class _LocalSynchronizer(Synchronizer):
         self._outer.restore(own)
         load_replica(self.replica, self._outer.without_others(own) if self._begins_alike else own)
         self._steps = self._schedule.num_steps(iteration)
-        if len(weights := own.get(_WEIGHTS, torch.zeros(0))) == len(self._weights):
-            self._weights = [(float(total), int(count)) for total, count in weights]
+        self._weights.load(own.get(_WEIGHTS, torch.zeros(0)))
+
+    @property
+    def takes_in(self) -> bool:  # type: ignore[override]
+        """One who joins enters at the end of a round."""
+        end = self._schedule.num_steps(self.iteration + 1)
+        return not any(self._schedule.due(step) for step in range(self._steps + 1, end))
 
     def _pass_step(self) -> None:
         """A step is over: exchange what is due."""
@@ -268,65 +253,142 @@ class _LocalSynchronizer(Synchronizer):
         leaving, due = self._schedule.leaving(self._steps), self._schedule.due(self._steps)
         if leaving or due:
             self.require_joint_step()
-        if due and self.context.recovery is not None:
-            self._repeat(self.context.recovery)
-        else:
-            self._exchange(leaving, due)
-        if (iteration := self._schedule.num_rounds(self._steps)) > self.iteration:
-            self._states.join(iteration, takes=self._takes_state)
-            self._choose(iteration)
+        for fragment in leaving:
+            self._leave(fragment)
+        self._start_early(leaving)
+        self._end_step(due)
+
+    def _end_step(self, due: Sequence[int]) -> None:
+        """What is due becomes everybody's, and a round may be over with it."""
+        iteration = self._schedule.num_rounds(self._steps)
+        ended = iteration if iteration > self.iteration else None
+        recovery = self.context.recovery
+        if recovery is None:
+            self._join(due, self._wait(due, ended=ended))
+        elif due:
+            self._repeat(recovery, due, ended=ended)
+        self._take_up_codec()
         self.iteration = iteration
 
-    def _exchange(self, leaving: Sequence[int], due: Sequence[int]) -> None:
-        for fragment in leaving:
-            self._take(fragment)
-            self._outer.start(fragment, step=self._steps)
-        for fragment in due:
-            self._join(fragment)
+    def _leave(self, fragment: int) -> None:
+        """What this worker has changed in it up to now is to be exchanged."""
+        self._weights.leave(fragment)
+        if self.context.recovery is not None and self._strategy.delay:
+            self._outer.keep(fragment)
 
-    def _repeat(self, recovery: Recovery) -> None:
-        """Exchange what this worker has changed until nobody dies in it or joins, each time among those who are there.
-        A round's local steps are as they were; what changes is how much they count."""
+    def _start_early(self, fragments: Sequence[int]) -> None:
+        """What leaves is on its way from here on, unless somebody is gone or comes: then that begins when it is due."""
+        recovery = self.context.recovery
+        if recovery is None:
+            self._start(fragments)
+        elif not (self._is_apart or recovery.has_given):
+            with self._noting_loss():
+                self._start(fragments)
+
+    def _start(self, fragments: Sequence[int]) -> None:
+        for fragment in fragments:
+            if not self._outer.has_started(fragment):
+                self._take(fragment)
+                self._outer.start(fragment, step=self._steps)
+
+    def _move_on(self) -> None:
+        """What is under way."""
+        with nullcontext() if self.context.recovery is None else self._noting_loss():
+            if self._outer.is_under_way():
+                self._overlap.begin()
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """Note that somebody is gone; that is dealt with when an exchange is due."""
+        try:
+            yield
+        except PeerLost:
+            self._is_apart = True
+
+    def _wait(self, fragments: Sequence[int], *, ended: int | None) -> list[str | None]:
+        """Wait for the means, which change nothing yet. Returns for each the name of a tensor that the codec did not
+        hold, if there is one. `ended`: the round that is over with them."""
+        culprits = [self._outer.wait(fragment) for fragment in fragments]
+        if ended is not None:
+            self._states.average(ended, counts=not self._is_new)
+            if ended > self._strategy.post_local_from + self._strategy.warmup:  # rounds of full length show the most
+                self._choice.look()
+        return culprits
+
+    def _join(self, fragments: Sequence[int], culprits: Sequence[str | None]) -> None:
+        for fragment, culprit in zip(fragments, culprits, strict=True):
+            self._join_one(fragment, culprit)
+            self._weights.join(fragment)
+        self._states.take_up(takes=self._takes_state)
+
+    def _repeat(self, recovery: Recovery, due: Sequence[int], *, ended: int | None) -> None:
+        """Exchange what is due until nobody dies in it or joins, each time among those who are there. Local steps are
+        as they were; what changes is how much they count.
+
+        With a delay a worker may have given its part, and die before it comes here. So all say that they have come:
+        otherwise what it had of the data would count, though it has not trained on all of that.
+        """
         self._is_apart = self._is_apart or recovery.has_given
         while True:
             try:
                 if self._is_apart:
                     self.rejoin(recovery.regroup())
-                    self._weights = [(recovery.weight, 1)]
-                self._exchange((0,), (0,))
+                self._start(due)
+                culprits = self._wait(due, ended=ended)
+                if self._strategy.delay:
+                    self.context.collective.all_reduce(torch.zeros(1), op="max").wait()
                 break
             except PeerLost:
                 self._is_apart = True
-            except ResultHandedOn as handed:  # the others are a round further, and wait for this worker
-                self._outer.take_mean(handed.frames)
-                self._weights = [(0.0, 0)]
-                self._join(0)
+            except ResultHandedOn as handed:  # the others are an exchange further, and wait for this worker
+                self._states.take_means(self._outer.take_means(due, handed.frames))
+                culprits = [self._outer.wait(fragment) for fragment in due]
                 break
-        recovery.commit()
+        if not self.context.collective.completes_alike:  # another worker may have missed it
+            self._last_result = [*self._outer.means(due), *self._states.means()]
+        self._join(due, culprits)
+        recovery.commit(asks_from=self._weights.asks_from)
 
     def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
         self.context = context
         if facts is not None:
             self.facts = facts
-        coding = coding_of(self._codec, self._strategy.codec_scope, context)
-        self._outer.exchange_among(context, coding=coding)
+        self._outer.exchange_among(context, coding=self._choice.rejoin(context))
+        self.facts = self._choice.told(self.facts)
+        self._states.exchange_among(context.collective)
+        self._weights.regroup()
+        said = context.collective.broadcast_object(self._weights.said())
+        if facts is not None:
+            self._weights.take_up(said)
         self._is_apart = False
 
     def enter(self) -> None:
-        self._steps = self._schedule.num_steps(self.iteration + 1) - 1
-        self._weights = [(0.0, 1)]
-        self._pass_step()
+        """Take part in the end of a round, with nothing of this worker's own."""
+        self._outer.begin_alike()
+        self._is_new = True
+        self._steps = self._schedule.num_steps(self.iteration + 1)
+        due = self._schedule.due(self._steps)
+        for fragment in due:
+            if not self._weights.has_left(fragment):  # nobody is there who has trained on it
+                self._weights.leave(fragment)
+        self._end_step(due)
+        self._is_new = False
 
-    def _choose(self, iteration: int) -> None:
-        """Go on with a codec, if rounds of full length have shown that one is worth it."""
-        is_full = iteration > self._strategy.post_local_from + self._strategy.warmup
-        outcome = self._choosing.step_ended() if self._choosing is not None and is_full else None
-        if outcome is None:
+    def _take_up_codec(self) -> None:
+        """Encode with the codec that `auto` has chosen, if it has just chosen one."""
+        if not self._choice.has_found:
             return
-        self.facts, self._choosing = {"codec": outcome.why}, None
-        if (codec := outcome.codec) is not None:
-            self._codec = codec
-            self._outer.use(replace(self._coding, codec=codec))
+        if (coding := self._choice.take_up()) is not None:
+            self._outer.use(coding)
+        self.facts = self._choice.told(self.facts)
+
+    def _watch(self, auto: Auto, context: Context, coding: Coding) -> Choosing:
+        specs = self.replica.specs
+        num_bytes = sum(spec.num_bytes for spec in specs)
+        speed = LinkSpeed(context, among_hosts=coding.among_hosts, num_bytes=num_bytes)
+        shapes = [spec.shape for spec in specs]
+        taken_s = partial(speed.average_s, shapes=shapes, num_exchanges=self._strategy.fragments)
+        return Choosing(auto, context, taken_s, what="round")
 
     def _takes_state(self, name: str) -> bool:
         if self._strategy.nonfinite == "raise":
@@ -336,10 +398,7 @@ class _LocalSynchronizer(Synchronizer):
             )
         return self._strategy.nonfinite == "allow"
 
-    def _join(self, fragment: int) -> None:
-        culprit = self._outer.wait(fragment)
-        if self.context.recovery is not None and not self.context.collective.completes_alike:
-            self._outer.copy_mean(self._last_mean)  # another worker may have missed it
+    def _join_one(self, fragment: int, culprit: str | None) -> None:
         is_applied = culprit is None or self._strategy.nonfinite == "allow"
         if not is_applied and self._strategy.nonfinite == "raise":
             raise self._beyond_codec(f"the mean change of parameter {culprit!r}")
@@ -350,15 +409,15 @@ class _LocalSynchronizer(Synchronizer):
 
     def _beyond_codec(self, what: str) -> NonFiniteGradient:
         return NonFiniteGradient(
-            f"step {self._steps}: codec={self._codec} does not hold {what}; use bf16, whose range is that of "
+            f"step {self._steps}: codec={self._choice.codec} does not hold {what}; use bf16, whose range is that of "
             "float32, or leave the codec out"
         )
 
+    def _weight_of(self, fragment: int) -> float:
+        return self._weights.of(fragment) if self._strategy.aggregate.streams else 1.0
+
     def _take(self, fragment: int) -> None:
-        total, count = self._weights[fragment]
-        self._weights[fragment] = (0.0, 0)
-        weight = total / count if self._strategy.aggregate.streams else 1.0
-        culprit = self._outer.take(fragment, weight=weight)
+        culprit = self._outer.take(fragment, weight=self._weight_of(fragment))
         if self.context.corrupt is not None:
             self.context.corrupt(self._outer.taken(fragment), self._steps)
         unheld = self._outer.unheld(fragment) if culprit is None else None

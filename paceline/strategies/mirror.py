@@ -26,7 +26,7 @@ class Mirror:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Both hold afterwards what they hold now."""
+        """Have both hold afterwards what they hold now."""
         before = self.host.clone()
         try:
             yield

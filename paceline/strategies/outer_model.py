@@ -15,7 +15,7 @@ from paceline.arrays import is_finite
 from paceline.buckets import Bucket
 from paceline.comm.base import Timing, Work
 from paceline.layout import by_group
-from paceline.messages import Raw, from_frames
+from paceline.messages import Raw, from_frames, to_frames
 from paceline.outer import Outer, dealt_out, mix, take_changes
 from paceline.server.state import export_state, import_state
 from paceline.strategies.base import Context
@@ -66,6 +66,7 @@ class OuterModel:
         self._members = [[i for i, own in enumerate(fragments) if own == n] for n in range(num_fragments)]
         self._buckets = [[i for i, s in enumerate(layout.segments) if s.group == n] for n in range(num_fragments)]
         self._optimizer = outer.optimizer(self._parameters)
+        self._left: dict[int, list[Tensor]] = {}  # what this worker had in fragments when they left it
 
     def exchange_among(self, context: Context, *, coding: Coding | None = None) -> None:
         """Exchange with these from here on. What codecs have left out is still owed. Collective call."""
@@ -105,12 +106,20 @@ class OuterModel:
         require_same(self._names, self._local, self._context.collective, when="before the first round")
         mix(self._parameters, self._local, alpha=0.0)
 
+    def begin_alike(self) -> None:
+        """This worker goes on from the shared parameters: it has changed none."""
+        mix(self._local, self._parameters, alpha=0.0)
+
     def use(self, coding: Coding | None) -> None:
         """What encodes pseudo-gradients from here on, where nothing is under way. Collective call."""
         self._exchange = self._prepare(coding=coding)
         self._is_coded = coding is not None
         by_itself = coding is not None and not (coding.among_hosts and self._context.local_size > 1)
         self._largest = coding.codec.largest if coding is not None and by_itself else math.inf
+
+    def keep(self, fragment: int) -> None:
+        """What this worker has of it now is what `take` takes until it is joined, though it trains on meanwhile."""
+        self._left[fragment] = [each.clone() for each in _of(self._members[fragment], self._local)]
 
     def take(self, fragment: int, *, weight: float) -> str | None:
         """Take the fragment's pseudo-gradients; the name of a tensor in which they are not finite, if there is one.
@@ -119,7 +128,8 @@ class OuterModel:
             weight: what this worker's count in the mean, times the number of workers.
         """
         members = self._members[fragment]
-        take_changes(*(_of(members, each) for each in (self._parameters, self._local, self._changes)), weight=weight)
+        shared, own, changes = (_of(members, each) for each in (self._parameters, self._local, self._changes))
+        take_changes(shared, self._left.get(fragment, own), changes, weight=weight)
         return self._not_finite(fragment)
 
     def unheld(self, fragment: int) -> str | None:
@@ -142,35 +152,42 @@ class OuterModel:
         """Begin to average what was taken over all workers. No two exchanges of a fragment have the same step."""
         self._works[fragment] = [self._exchange.start(bucket, step=step) for bucket in self._buckets[fragment]]
 
+    def has_started(self, fragment: int) -> bool:
+        """Whether it is being averaged, among those whom this worker exchanges with."""
+        return fragment in self._works
+
     def is_under_way(self) -> bool:
         """Whether a fragment is; moves it on."""
         under_way = [work for works in self._works.values() for work in works if not work.poll()]
         return bool(under_way)
 
     def wait(self, fragment: int) -> str | None:
-        """For the mean; the name of a tensor in it that the codec did not hold, if there is one: on all workers."""
+        """Wait for the mean. Returns the name of a tensor in it that the codec did not hold, if there is one: on all
+        workers."""
         for work in self._works.pop(fragment):
             work.wait()
         return self._not_finite(fragment) if self._is_coded else None
 
-    def copy_mean(self, into: list[Tensor]) -> None:
-        """Keep the mean of the whole model, which all workers are to join."""
-        if not into:
-            into += [torch.empty_like(flat) for flat in self._flats]
-        for kept, flat in zip(into, self._flats, strict=True):
-            kept.copy_(flat)
+    def means(self, fragments: Sequence[int]) -> list[memoryview]:
+        """A copy of the fragments' means, which all workers are to join, for another worker's `take_means`."""
+        return to_frames([flat.clone() for flat in self._flats_of(fragments)])
 
-    def take_mean(self, frames: Sequence[Raw]) -> None:
-        """The mean of the whole model, as another worker has it. `exchange_among` comes before the next exchange."""
+    def take_means(self, fragments: Sequence[int], frames: Sequence[Raw]) -> Sequence[Raw]:
+        """The fragments' means, as another worker has them, take the place of what was under way. `exchange_among`
+        comes before the next exchange. Returns what further frames there are."""
         # In other memory: what was under way may still write to the old one.
         self._lay_out(torch.zeros(self._layout.num_bytes, dtype=torch.uint8))
-        from_frames(frames, self._flats)
-        self._works = {fragment: [] for fragment in range(len(self._members))}
+        flats = self._flats_of(fragments)
+        num_frames = len(to_frames(flats))
+        from_frames(frames[:num_frames], flats)
+        self._works = {fragment: [] for fragment in fragments}
+        return frames[num_frames:]
 
     def join(self, fragment: int, *, alpha: float, is_applied: bool = True) -> None:
         """Step with the mean, unless it is not to be applied, and have this worker go on from there, or part of the
         way."""
         members = self._members[fragment]
+        self._left.pop(fragment, None)
         self._exchange.settle(is_applied=is_applied)
         if is_applied:
             for index in members:
@@ -194,15 +211,19 @@ class OuterModel:
             return None
         return next(self._names[index] for index in self._members[fragment] if not is_finite(self._changes[index]))
 
+    def _flats_of(self, fragments: Sequence[int]) -> list[Tensor]:
+        return [self._flats[bucket] for fragment in fragments for bucket in self._buckets[fragment]]
+
     def is_local(self, index: int) -> bool:
         """Whether this worker's parameter differs from the shared one."""
         return not torch.equal(self._local[index], self._parameters[index])
 
     def own_state(self, *, with_shared: bool) -> dict[str, OwnState]:
-        """Of the outer optimizer, which all workers have alike, and of codecs.
+        """The state of the outer optimizer, which all workers have alike, and of codecs.
 
         Args:
-            with_shared: the global model shows what workers have; so with the shared parameters that differ from these.
+            with_shared: the model that is saved is what workers have; so with the shared parameters that differ from
+                these.
         """
         shared = {
             f"{_SHARED}{index}": OwnState(parameter.detach(), "same")

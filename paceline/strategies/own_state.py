@@ -10,9 +10,9 @@ from paceline.server.state import export_state, import_state
 from paceline.strategies.replica import Replica
 
 Fate = Literal["average", "sum", "reset", "same"]
-"""With another number of workers, or under another strategy, that has a state of the same name: every worker gets the
-mean, or an equal part of the sum, or none. What is the same on all workers stays so; checkpoints hold it once. When a
-worker dies, its own is lost, but for what is the same on all."""
+"""What becomes of a worker's state with another number of workers, or under another strategy that has a state of the
+same name: every worker gets the mean, or an equal part of the sum, or none. What is the same on all workers stays so;
+checkpoints hold it once. When a worker dies, its own is lost, but for what is the same on all."""
 
 
 class OwnState(NamedTuple):

@@ -166,16 +166,13 @@ class ParameterServer(Strategy):
             replica = replace(replica, by_rows=served_by_rows(replica))
         require_dense_steps(replica)
         require_plain_steps(replica)
-        if replica.tables and context.reform is not None:
-            raise UsageError(
-                "--elastic does not keep the rows of a ShardedEmbedding so far, with replicas or without: gradients of "
-                "rows that a worker has sent some servers would go with it; leave it out"
-            )
         if replica.tables:
             self._require_rows_joined_alike(context)
         for name in () if replica.tables else ("table_dir", "row_staleness"):
             if getattr(self, name):
                 raise UsageError(f"{name}={getattr(self, name)} has no effect without a ShardedEmbedding; leave it out")
+        if context.rounds is not None:
+            self._require_summable(replica)
         is_synchronous = self.consistency == "bsp"
         return ServerSynchronizer(
             context,
@@ -201,6 +198,19 @@ class ParameterServer(Strategy):
         updates whose workers have all taken as many steps."""
         return self.codec is None and self.aggregate == MEAN and not self.replicas and not self.backup_workers
 
+    def _require_summable(self, replica: Replica) -> None:
+        """An update's rounds are added up on the servers."""
+        if self._votes:
+            what = f"codec={self.codec} is joined by a vote of all workers, which rounds of some cannot make"
+        elif replica.tables:
+            what = "rows of a ShardedEmbedding are updated in each round"
+        else:
+            return
+        raise UsageError(
+            f"--global-batch keep: an update may take several rounds of those who are left, and {what}; use "
+            "--global-batch grow"
+        )
+
     def _require_rows_joined_alike(self, context: Context) -> None:
         """Rows of tables are joined by the mean, and come as honest workers send them."""
         if self._votes or self.aggregate != MEAN:
@@ -212,8 +222,8 @@ class ParameterServer(Strategy):
     @property
     def _outlives_workers(self) -> bool:
         """What a worker pushes counts whole or not at all, and is joined with others' as it comes."""
-        is_plain = self.codec is None and self.aggregate == MEAN and self.combine != "always"
-        return is_plain and not (self.backup_workers or self.torn_reads)
+        is_joined_as_it_comes = self.aggregate == MEAN and self.combine != "always"
+        return is_joined_as_it_comes and not (self.backup_workers or self.torn_reads)
 
     @property
     def _votes(self) -> bool:

@@ -21,8 +21,8 @@ class Passes(NamedTuple):
 @final
 class PassEnds:
     """Has ranks tell, when a pass has ended and all other gradients are exchanged, which optimizers of rows it has
-    reached. All ranks then exchange the gradients of each that it has reached on any of them, in the optimizers' order:
-    one that exchanged them as they come would meet another one's exchange of something else.
+    reached. All ranks then exchange the gradients of each optimizer that a pass has reached on any of them, in the
+    optimizers' order: a rank that exchanged them as they come would meet another one's exchange of something else.
 
     Args:
         passes: of all of the run's optimizers.

@@ -10,9 +10,9 @@ class Progress(NamedTuple):
     """What one worker's script has done so far."""
 
     num_steps: int = 0
-    """Of the first optimizer."""
+    """Steps of the first optimizer."""
     num_batches: int = 0
-    """That it was handed."""
+    """Batches that it was handed."""
 
     @property
     def lead(self) -> int:

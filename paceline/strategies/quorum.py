@@ -27,10 +27,10 @@ from paceline.strategies.coding import (
     push_coding_of,
     require_of_pushed_changes,
 )
-from paceline.strategies.finite import checked, may_step
+from paceline.strategies.finite import checked, step_alone
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.own_state import OwnState, of_replica
-from paceline.strategies.replica import Replica, is_skipped_by_scaler, require_same_parameters, spec_of
+from paceline.strategies.replica import Replica, require_same_parameters, spec_of
 from paceline.strategies.traits import Served, Traits
 
 _OUTER, _OPTIMIZER, _LEFT = "outer.", "optimizer.", "left."
@@ -152,12 +152,7 @@ class _QuorumSynchronizer(Synchronizer):
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         require_same_parameters(self.replica)
-        applies = self.gradients_are_spent or may_step(
-            self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self._steps + 1
-        )
-        if applies:
-            update()
-        applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
+        applies = step_alone(self, update, self._strategy.nonfinite, step=self._steps + 1)
         total, count = self._weights
         self._weights = (total + self._weight, count + 1)
         self._steps += 1

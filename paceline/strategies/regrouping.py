@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from paceline.comm.base import Collective
-from paceline.elastic import Lane, LaneBatch, Member
+from paceline.elastic import Done, Lane, LaneBatch, Member
 from paceline.membership import Membership
 from paceline.messages import Raw
+from paceline.server.whole_updates import Share, Took
 
 
 class Formed(NamedTuple):
@@ -65,9 +66,23 @@ class Regrouping(Protocol):
         """It takes no further step; the others go on without it."""
 
 
+class Rounds(Protocol):
+    """What a synchronizer asks under servers whose updates are of whole global batches: each takes as many rounds as
+    those who are there need."""
+
+    def share(self) -> Share:
+        """What this worker's gradient has of its update. Raises UsageError where nothing tells."""
+
+    def ended(self, workers: Sequence[int]) -> bool:
+        """A round is over, which these took part in, each with a part. Returns whether its update is complete."""
+
+    def admitted(self, *, clock: int, took: Sequence[Took]) -> None:
+        """This worker goes on at this clock, without having pushed. `took`: who took part in rounds so far."""
+
+
 class LaneKeeper(Protocol):
-    """What an engine gives each worker of a run whose servers outlive workers: word with whoever knows who has which of
-    the data."""
+    """What an engine gives each worker of a run whose workers take their own steps: word with whoever knows who has
+    which of the data."""
 
     def begin(self, rank: int, *, epoch: int) -> Lane | None:
         """This worker comes to this epoch. Returns its lane, if it was there when the epoch was dealt."""
@@ -82,9 +97,13 @@ class LaneKeeper(Protocol):
     def give_back(self, rank: int, rest: LaneBatch) -> None:
         """This worker leaves its lane, from this batch on, to whoever asks for it."""
 
+    def gone(self, rank: int, done: Done) -> None:
+        """This worker does nothing more, and the rest is left to all, as those who are there have agreed. What is said
+        of it a second time does nothing."""
+
     def enter(self, member: Member) -> Membership:
-        """This worker joins, with a state of the epoch that this member of it is of, and takes part. Returns who does,
-        whom it meets in the next pause. Raises StaleEpoch where the others have met without it since."""
+        """Under servers: this worker joins, with a state of the epoch that this member of it is of, and takes part.
+        Returns who does, whom it meets in the next pause. Raises StaleEpoch where the others have met without it."""
 
     def lanes(self) -> Mapping[str, Any]:
         """`Lanes.plain`, as it is now."""

@@ -1,6 +1,6 @@
 """Averages gradients anew among those who are left, when a worker dies or joins meanwhile."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -10,8 +10,9 @@ from paceline.comm.base import Finished
 from paceline.errors import PeerLost, UsageError
 from paceline.layout import Layout
 from paceline.messages import Raw, from_frames
-from paceline.strategies.base import Context, Recovery, Synchronizer
+from paceline.strategies.base import Recovery, Synchronizer
 from paceline.strategies.bucketing import allocated, cut
+from paceline.strategies.codec_choice import CodecChoice
 from paceline.strategies.coding import Coding
 from paceline.strategies.gradient_averaging import AveragingOptions, GradientAveraging
 from paceline.strategies.regrouping import ResultHandedOn
@@ -23,7 +24,8 @@ class RepeatedAveraging(GradientAveraging):
     """Keeps this worker's own gradients until all have the average.
 
     Args:
-        coding: what encodes gradients among the workers that are there.
+        coding: what encodes gradients at first.
+        choice: of what encodes them among the workers that are there.
         recovery: knows the data and the other workers.
     """
 
@@ -33,11 +35,12 @@ class RepeatedAveraging(GradientAveraging):
         owner: Synchronizer,
         layout: Layout,
         buffer: Tensor,
-        coding: Callable[[Context], Coding | None],
+        coding: Coding | None,
+        choice: CodecChoice,
         recovery: Recovery,
     ) -> None:
-        super().__init__(options, owner, layout, buffer, coding(owner.context))
-        self._coding = coding
+        super().__init__(options, owner, layout, buffer, coding)
+        self._choice = choice
         self.repeating = Repeating(recovery)
 
     @property
@@ -61,7 +64,7 @@ class RepeatedAveraging(GradientAveraging):
             self._layout = cut(self._owner.replica, round(float(facts["bucket_mb"]) * 1e6))
         self._renew_buckets(allocated(context, self._layout.num_bytes))
         before = self._exchange
-        self._exchange = self._exchanging(self._coding(context), before.timing)
+        self._exchange = self._exchanging(self._choice.rejoin(context), before.timing)
         self._exchange.carry_on(before)
 
     def _renew_buckets(self, buffer: Tensor) -> None:
@@ -87,6 +90,7 @@ class RepeatedAveraging(GradientAveraging):
             try:
                 if repeating.lost is None:
                     self._average()
+                    self._choice.look()
                     break
                 self._begin_anew()
             except PeerLost as lost:
@@ -100,7 +104,7 @@ class RepeatedAveraging(GradientAveraging):
         self.is_nonfinite = repeating.commit(self._buckets, is_nonfinite=self.is_nonfinite)
 
     def _begin_anew(self) -> None:
-        """With those who are left, and with this worker's own gradients."""
+        """Average anew among those who are left, with this worker's own gradients."""
         recovery = self.repeating.recovery
         self._owner.rejoin(recovery.regroup())
         self.repeating.put_back(self._buckets)

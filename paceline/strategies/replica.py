@@ -28,15 +28,16 @@ class Replica:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     parameters: tuple[nn.Parameter, ...]
-    """Those that the optimizer updates and that require gradients, in the order of its groups."""
+    """The parameters that the optimizer updates and that require gradients, in the order of its groups."""
     specs: tuple[TensorSpec, ...]
     optimizer_spec: OptimizerSpec
     is_first: bool = True
-    """Of the run's optimizers, that it stands for what none of them trains: buffers, and other parameters."""
+    """Whether it is for the first of the run's optimizers, which stands also for what none of them trains: buffers, and
+    other parameters."""
     beside: frozenset[int] = frozenset()
     """Parameters that the run's other optimizers train, by `id`."""
     by_rows: frozenset[int] = frozenset()
-    """Of which parameters rows move, and not the whole: their places among them."""
+    """The places, among the parameters, of those whose rows move, and not the whole."""
 
     @functools.cached_property
     def moved_specs(self) -> tuple[TensorSpec, ...]:
@@ -70,7 +71,7 @@ class Replica:
 
     @functools.cached_property
     def tables(self) -> tuple[ShardedEmbedding, ...]:
-        """Whose rows are no parameters, if this replica stands for what is not the optimizer's."""
+        """The tables, whose rows are no parameters, if this replica stands for what is not the optimizer's."""
         modules = self.model.modules() if self.is_first else ()
         return tuple(module for module in modules if isinstance(module, ShardedEmbedding))
 
@@ -161,7 +162,7 @@ def _is_distributed() -> bool:
 
 
 def require_joint_changes(model: nn.Module, *, averages_gradients: bool) -> None:
-    """Raises UsageError for a layer that makes of a worker's own batch what one process would make of all batches: it
+    """Raises UsageError for a layer that does with a worker's own batch what one process would do with all batches: it
     changes its weights in forward(), counts rows, or asks for statistics of all workers."""
     for name, module in model.named_modules():
         is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -257,8 +258,8 @@ def require_all_parameters(replica: Replica) -> None:
 
 
 def _holds_exactly(replica: Replica) -> bool:
-    """Whether the optimizer holds the parameters that it was prepared with, in their order, and no frozen ones beside:
-    the usual case, in which nothing else is to be looked at."""
+    """Whether the optimizer holds the parameters that it was prepared with, in their order, and no frozen ones beside.
+    This is the usual case, in which nothing else is to be looked at."""
     held = [parameter for group in replica.optimizer.param_groups for parameter in group["params"]]
     return len(held) == len(replica.parameters) and all(map(operator.is_, held, replica.parameters))
 

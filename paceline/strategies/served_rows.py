@@ -82,8 +82,8 @@ class ServedRows:
         self.refresh()
 
     def push(self, *, weight: float, is_void: bool) -> None:
-        """Give the servers what backward passes have found, for the update that the next push of the model is for; or
-        drop it, if that is to be none."""
+        """Give the servers what backward passes have found, for the update that the next push of the model is for; if
+        `is_void`, drop it."""
         self._warn_of(self._together.end_step())
         gradients = [each.take_gradients() for each in self._all]
         if self._store is not None and not is_void:
@@ -129,7 +129,7 @@ class _Together:
         self.expected: dict[int, Tensor] = {}
         """By table, the keys of rows that are read next."""
         self.announced: dict[int, Tensor] = {}
-        """Those of the next batch."""
+        """The keys of the next batch."""
         # Keys and rows that came with another table's, by table and whether they had to be fresh.
         self._brought: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
         self._ahead: dict[int, Tensor] = {}  # by table, keys whose rows are under way, until one of them is looked up

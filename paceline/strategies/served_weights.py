@@ -1,7 +1,7 @@
 """Weights of which servers hold the rows: a script's `nn.Embedding(sparse=True)`, which it sees whole as ever.
 
-A worker gives the servers its gradients of rows, and takes the rows that they have updated since, so that the weight is
-what the servers have wherever the script looks at it: in forward(), an evaluation or `state_dict()`.
+A worker gives the servers its gradients of rows, and takes the rows that they have updated since. So wherever the
+script looks at the weight (in forward(), an evaluation or `state_dict()`), it is what the servers have.
 """
 
 from collections.abc import Mapping, Sequence

@@ -139,6 +139,9 @@ class ServerSynchronizer(Synchronizer):
         return (self._store.timing, self.context.collective.timing)
 
     def set_weight(self, weight: float) -> None:
+        if self.context.rounds is not None:
+            self._weight = weight or 1.0  # with no samples nothing is pushed
+            return
         if self._is_weighted and weight != self._weight:
             self._combining.rescale(self._weight / weight)
             for table in self.replica.tables:
@@ -189,8 +192,22 @@ class ServerSynchronizer(Synchronizer):
         stop, groups = self.stop_vote(), self._changed_groups()
         self._rows.push(weight=self._weight, is_void=is_void)
         done = None if self.context.done is None else self.context.done()
-        push = Push(pause_at=pause_at, void=is_void, stop=stop, groups=groups, weight=weight, done=done)
-        outcome = self._take(self._store.exchange(push))
+        rounds = self.context.rounds
+        share = None if rounds is None else rounds.share()
+        push = Push(
+            pause_at=pause_at,
+            void=is_void or (share is not None and not share.num_samples),
+            stop=stop,
+            groups=groups,
+            weight=weight,
+            done=done,
+            share=share,
+            is_last=self._is_to_leave,
+        )
+        reply = self._store.exchange(push)
+        outcome = self._take(reply)
+        if rounds is not None:
+            self.has_updated = rounds.ended(reply.took[-1].workers)
         if self._store.is_coded:
             for segment, bucket in zip(self._buckets.layout.segments, self._buckets.buckets, strict=True):
                 segment.zero_padding(bucket.flat)
@@ -208,9 +225,18 @@ class ServerSynchronizer(Synchronizer):
     def passes(self) -> Passes:
         return Passes(self._buckets, self.replica.is_of_rows, lambda: self._combining.averages)
 
+    @property
+    def owes(self) -> bool:
+        return any(bool(left.any()) for left in self._left)
+
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
-        outcome = self._take(self._store.wait_for_admission(pause_at=pause_at))
+        reply = self._store.wait_for_admission(pause_at=pause_at)
+        outcome = self._take(reply)
         self._owned.untouched.accept_values()
+        if self.context.rounds is not None and reply.admitted:
+            self.context.rounds.admitted(clock=reply.clock, took=reply.took)
+            # What its schedulers set counts from its next change on: others may have gone on since it was given that.
+            self._groups = hyperparameters(self.replica.optimizer)
         return outcome
 
     @contextmanager
@@ -224,6 +250,8 @@ class ServerSynchronizer(Synchronizer):
             self._owned.require_untouched(rank=self.context.rank, step=self._steps + 1)
         is_training = self._looks and not self._has_left
         with ExitStack() as until_then:
+            # Also where a worker dies in it, so that those who are left begin anew.
+            until_then.callback(self._owned.untouched.accept, looks_closely=True)
             if is_training:
                 until_then.enter_context(self._parameters.put_back())
                 until_then.enter_context(self._rows.put_back())
@@ -235,7 +263,6 @@ class ServerSynchronizer(Synchronizer):
             finally:
                 if not is_training:
                     self._refresh(looks=False)  # an evaluation may have swapped in others
-        self._owned.untouched.accept(looks_closely=True)
 
     def leave(self) -> None:
         """From here on the parameters are the script's, where all workers have the servers' by now: what it makes of
@@ -294,6 +321,12 @@ class ServerSynchronizer(Synchronizer):
     def _looks(self) -> bool:
         """The first worker's model is looked at; the others take the parameters with their next answer."""
         return self.context.is_first and not self._is_left_to_script
+
+    @property
+    def _is_to_leave(self) -> bool:
+        """Others go on without this worker, to whom it is to owe nothing."""
+        reform = self.context.reform
+        return reform is not None and bool(self._left) and reform.is_asked_to_leave
 
     def _refresh(self, *, looks: bool) -> None:
         if self._looks:

@@ -26,7 +26,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
 
 
 def first_difference(everyone: Sequence[Settings]) -> str | None:
-    """Of rank 0 and the first rank that differs from it: what differs, in words."""
+    """In words, how the first rank that differs from rank 0 does so."""
     kind, groups = everyone[0]
     for rank, (other_kind, others) in enumerate(everyone):
         if kind != other_kind:

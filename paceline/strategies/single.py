@@ -7,8 +7,8 @@ from typing import Any, final
 from paceline.comm.base import Timing
 from paceline.errors import UsageError
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
-from paceline.strategies.finite import checked, may_step
-from paceline.strategies.replica import Replica, cannot_evaluate, is_skipped_by_scaler
+from paceline.strategies.finite import checked, step_alone
+from paceline.strategies.replica import Replica, cannot_evaluate
 from paceline.strategies.traits import Traits
 
 
@@ -49,12 +49,7 @@ class _SingleSynchronizer(Synchronizer):
         return checked(closure, self.replica, self._nonfinite, rank=self.context.rank, step=self.iteration + 1)
 
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
-        applies = self.gradients_are_spent or may_step(
-            self.replica, self._nonfinite, rank=self.context.rank, step=self.iteration + 1
-        )
-        if applies:
-            update()
-        applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
+        applies = step_alone(self, update, self._nonfinite, step=self.iteration + 1)
         for table in self.replica.tables:
             table.update() if applies else table.drop_gradients()
         self.iteration += applies

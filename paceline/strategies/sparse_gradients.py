@@ -21,7 +21,7 @@ _grad_of = _GRADIENT.__get__  # which `GradientReads` does not take for a read o
 
 
 class Rows(NamedTuple):
-    """Of a gradient those rows that are not zero."""
+    """The rows of a gradient that are not zero."""
 
     keys: Tensor
     """int64 of shape (rows,), in order."""
@@ -88,8 +88,8 @@ class SparseGradients:
                 parameter.grad = _mean([rows for form, rows in theirs if form == _ROWS], parameter, collective.size)
 
     def _told(self, weight: float) -> Tensor:
-        """Of each gradient what the others need, as bytes; of a dense one nothing but that it is. Ahead of that, whose
-        they are."""
+        """As bytes, what the others need of each gradient: of a dense one nothing but that it is dense. Ahead of that,
+        whose they are."""
         heads: list[int] = [self._whose()[0]]
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -118,7 +118,7 @@ def rows_of(gradient: Tensor, *, name: str) -> Rows:
 
 
 def _number_in(raw: Tensor) -> int:
-    """Of the optimizer that a worker has told of."""
+    """The number of the optimizer that a worker has told of."""
     return int(raw[:8].clone().view(torch.int64))
 
 

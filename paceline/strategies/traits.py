@@ -39,8 +39,8 @@ class AllReduced:
     joins_rows: bool = True
     """All workers' gradients of rows then make one update, not one each."""
     moves_rows: bool = False
-    """Of a weight of `nn.Embedding(sparse=True)` every worker gets the rows that all batches have gradients of, after
-    all else, where nobody may leave or join; the whole gradient is averaged where that is false."""
+    """Rows of a weight of `nn.Embedding(sparse=True)` move, and not the whole gradient: every worker gets those that
+    any batch has gradients of. They move after all else, where nobody may leave or join."""
 
     @property
     def is_in_fragments(self) -> bool:
@@ -60,18 +60,17 @@ class Served:
     """Pushes that make an update, whosesoever they are; later ones count in the next. None: each by itself where there
     is a staleness, else one of every worker whose push is waited for."""
     grace_s: float = 0.0
-    """For which an update waits for further pushes once it has its quorum."""
+    """How long an update waits for further pushes once it has its quorum."""
     every: int = 1
     """Steps from one exchange to the next."""
     codec: Codec | None = None
-    """Of what is pushed."""
+    """Encodes what is pushed."""
     codec_scope: Literal["links", "all"] = "links"
     row_staleness: int = 0
     """Further steps for which a worker uses a row of a table that it has asked for."""
     moves_rows: bool = False
-    """Of a weight of `nn.Embedding(sparse=True)` servers get the rows that a batch has gradients of, before all else,
-    and workers get those that have changed, after it, where nobody may leave or join; the whole moves where that is
-    false."""
+    """Rows of a weight of `nn.Embedding(sparse=True)` move, and not the whole: servers get those that a batch has
+    gradients of, before all else, and workers get those that have changed, after it, where nobody may leave or join."""
 
     @property
     def is_bounded(self) -> bool:
@@ -99,7 +98,7 @@ class Neighbouring:
     behind_computing: bool = False
     """It leaves before the gradient of its step is computed, and is waited for after that."""
     message_size: float = 1.0
-    """Beside that of the gradients, where these have 4 bytes an element."""
+    """The size of a message over that of the gradients, where these have 4 bytes an element."""
     codec: Codec | None = None
     codec_scope: Literal["links", "all"] = "links"
     """links: nothing is coded where all workers are on one host."""
@@ -115,7 +114,7 @@ class ClientTurns:
 
     participation: Participation
     codec: Codec | None = None
-    """Of what a client sends."""
+    """Encodes what a client sends."""
     num_besides: float = 0.0
     """As large tensors that travel beside it, both ways, not coded."""
 
@@ -142,8 +141,8 @@ class Traits:
     own_scores: bool = False
     """Each worker then evaluates its own model, too."""
     missing_messages: str = ""
-    """What becomes of a run whose messages between neighbours are lost, and what to use instead; empty where it goes on
-    with what it has, or sends no such messages."""
+    """What becomes of a run whose messages between neighbours are lost, and what to use instead. Empty where the run
+    goes on with what it has, or sends no such messages."""
     by_script: bool = False
     """The script itself exchanges, evaluates and saves, through the interface of another library; its steps are
     recorded, and it runs in real processes alone."""
@@ -151,6 +150,9 @@ class Traits:
     """Workers that are left when others die can repeat the step among themselves."""
     outlives_workers: bool = False
     """Servers have the model, and go on without a worker that dies or leaves. Each worker then takes its own steps."""
+    meets_anew: bool = False
+    """Workers that are left when others die, or join, meet anew between two steps of their own, and go on. Each has its
+    own part of the data."""
     passes_attacks: bool = False
     """What a worker sends passes `Context.corrupt`, so that a study may have it attack."""
     num_clients: int = 0
@@ -173,6 +175,16 @@ class Traits:
         """What holds where workers may die or leave: under servers those who are left take what others have not done,
         and so some take more steps."""
         return replace(self, lock_step=False) if self.outlives_workers else self
+
+    @property
+    def survives(self) -> bool:
+        """Whether a run goes on without a worker that dies."""
+        return self.repeats_steps or self.has_lanes
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether each worker of an elastic run takes its own steps, on a part of an epoch that is its own."""
+        return self.outlives_workers or self.meets_anew
 
     @property
     def is_for_ray_alone(self) -> bool:

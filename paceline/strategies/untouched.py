@@ -13,8 +13,9 @@ _WINDOW_BYTES = 2048
 
 @final
 class Untouched:
-    """torch counts changes in place, but for those through `.data`. For these, on a CPU, some bytes are looked at
-    now and then, so that a change of all parameters shows; and digests of all where that is asked for.
+    """torch counts changes in place, but for those through `.data`. For changes through it, some bytes are looked at
+    now and then on a CPU, so that a change of all parameters shows; digests of all are compared where that is asked
+    for.
 
     Args:
         memories: that the parameters lie in; 1-D.

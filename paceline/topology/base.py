@@ -115,7 +115,7 @@ def _reached(links: Sequence[Set[int]]) -> set[int]:
 
 @lru_cache(maxsize=512)
 def _links(topology: Topology, step: int, size: int) -> Sequence[Neighbours]:
-    """Of all workers at once: to whom one sends, the others' sources say."""
+    """The links of all workers at once: to whom one sends, the others' sources say."""
     sources = [dict(topology.sources(step, rank, size)) for rank in range(size)]
     sends_to: list[dict[int, float]] = [{} for _ in range(size)]
     for rank, theirs in enumerate(sources):

@@ -76,9 +76,9 @@ class Matcha(_Drawn, name="matcha"):
     """
 
     of: Topology = field(default_factory=Ring)
-    """Its links count both ways, and as at its first step."""
+    """The graph. Its links count both ways, and as at its first step."""
     budget: float = 0.5
-    """Each matching's chance: what a step moves, as a part of what the graph would."""
+    """The chance of each matching, and so what a step moves, as a part of what the graph would."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +92,7 @@ class Matcha(_Drawn, name="matcha"):
 
 @lru_cache(maxsize=512)
 def _drawn_links(matcha: Matcha, step: int, size: int) -> Sequence[Set[int]]:
-    """Of every worker."""
+    """The links of every worker that were drawn for this step."""
     draw = matcha.draw(step)
     drawn = [matching for matching in matchings(matcha.of, size) if draw.random() < matcha.budget]
     return [{pairs[rank] for pairs in drawn if rank in pairs} for rank in range(size)]

@@ -24,7 +24,7 @@ class Graph(Topology):
     """
 
     graph: "networkx.Graph[Any]" = field(hash=False)
-    """Its nodes are the ranks, 0 to the number of workers less one."""
+    """The graph, whose nodes are the ranks, 0 to the number of workers less one."""
 
     def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
         graph = self.graph

@@ -19,7 +19,7 @@ from paceline.training.worker_run import WorkerRun
 Report = Mapping[str, Any]
 
 SHARE = 1e-3
-"""Of the time of training, what checks may take."""
+"""The share of the time of training that checks may take."""
 _MEETING_S = 1e-3  # what a check takes besides the digest
 # Between two late checks: a pause has all workers begin their next step together, which is not on the clock.
 _LEAST_STEPS = 16

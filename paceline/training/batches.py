@@ -48,7 +48,7 @@ class Batches:
         self._unstepped = Unstepped(parameters, rank=run.context.rank)
         self._lone_samples = LoneSamples(model, rank=run.context.rank)
         self.num_samples = 0
-        """Of the batch that was handed out last."""
+        """Samples of the batch that was handed out last."""
         self.on_pass: Callable[[], object] = lambda: None
         """Called where a pass over a loader begins."""
 

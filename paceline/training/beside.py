@@ -7,7 +7,7 @@ from typing import final
 
 @final
 class Beside:
-    """Does one thing at a time. Who brings the next waits for the one under way, so that at most one copy of a run's
+    """Does one thing at a time. Whoever brings the next waits for the one under way. So at most one copy of a run's
     state is held, files appear in the order in which they were asked for, and none is left out."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Beside:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is under way. Raises what the work has raised."""
+        """Wait until nothing is under way. Raises what the work has raised."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -14,14 +14,14 @@ from paceline.training.sharding.contents import tensors_in
 
 
 class _Depth(threading.local):
-    """Of the calls that are under way in this thread: another one, which reads batches, may listen anew meanwhile."""
+    """How many calls are under way in this thread. Another one, which reads batches, may listen anew meanwhile."""
 
     count = 0
 
 
 @final
 class Calls:
-    """Of calls inside of others, the outermost alone is told.
+    """Listens to a model's calls. Where calls are within others, it is told of the outermost alone.
 
     Args:
         on_inputs: called with whether it is a part that is called, and with the tensors that it is given.

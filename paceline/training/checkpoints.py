@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from paceline.training.surviving import Surviving
 
 INTERVAL_S = 30.0
-"""So much training a killed run may lose, where no other cadence is set."""
+"""Training that a killed run may lose, where no other cadence is set."""
 _ON_TIME, _EARLY = 0.9, 0.8
 """Shares of that time after which workers pause for one, and after which any pause takes one: steps may grow slower."""
 _RARE = 10
-"""So many times what servers took to write their rows pass until the next checkpoint: all workers wait meanwhile."""
+"""The next checkpoint comes after so many times what servers took to write their rows: all workers wait meanwhile."""
 
 
 @final
@@ -163,7 +163,7 @@ class Checkpoints:
         """What servers do not have of this worker, for those who join it, whose next batch is of this place."""
         own = self._taken()
         worker = replace(own.worker, epoch=place.epoch, num_batches_done=0, stream=None)
-        return self.made({}, own, [worker], self._run.clock.now_s, optimizer={})
+        return self.made({}, own, [worker], self._run.clock.now_s, optimizer={}, rows=row_tables.NOTHING)
 
     def made(
         self,

@@ -205,7 +205,7 @@ class Course:
             if self._survivor.enters():
                 self.joins, self.has_started = False, True
                 self._run.prepared.account.start()
-                if self._run.traits.outlives_workers:  # whose servers say when it goes on, and where the run is
+                if self._run.traits.has_lanes:  # the exchange says when it goes on, and where the run is
                     self._unsettled = StepOutcome(self._run.iteration, admitted=False)
         elif self._survivor.leaves():
             self.has_finished = self._run.has_ended = True

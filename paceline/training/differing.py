@@ -24,7 +24,7 @@ class Differing:
         self._own = [parameter.detach().clone() for _, parameter in named_parameters_of(self._model)]
 
     def record_distance(self) -> None:
-        """While the mean model is in place. Collective call."""
+        """Record the distance to the mean model, while that is in place. Collective call."""
         parts = zip(self._own, (each for _, each in named_parameters_of(self._model)), strict=True)
         apart = [own - mean.detach() for own, mean in parts if own.is_floating_point() or own.is_complex()]
         squared = sum(float(torch.linalg.vector_norm(each).double() ** 2) for each in apart)
@@ -33,7 +33,7 @@ class Differing:
             self._record(CONSENSUS_DISTANCE, math.sqrt(sum(everyone) / len(everyone)))
 
     def record_scores(self, evaluation: Evaluation) -> None:
-        """After the worker's own model has come back: as `own_accuracy` and so on."""
+        """Record, as `own_accuracy` and so on, what the worker's own model scores, once that has come back."""
         try:
             found = evaluate(evaluation, self._model, target=None, now_s=self._run.context.pacing.now_s)
         except UsageError:

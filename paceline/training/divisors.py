@@ -55,7 +55,7 @@ class _Pass(NamedTuple):
     what: str
     """As a divisor's."""
     place: Place
-    """Of its call."""
+    """Where it was called."""
 
 
 @final
@@ -112,8 +112,8 @@ class Divisors:
         return [each.values for each in self._said]
 
     def compare(self, everyone: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Warn, once, on rank 0, if a loss of equally many samples was divided by other numbers on other ranks, or is
-        one of torch's that divides by what its batch weighs, and no factors make up for it.
+        """Warn, once, on rank 0, if ranks have divided losses of equally many samples by different numbers, or the loss
+        is one of torch's that divides by what its batch weighs, and no factors make up for it.
 
         It is no error: such a mean may be as the script wants it.
         """
@@ -187,7 +187,7 @@ def _differ(numbers: Sequence[float]) -> bool:
 
 
 def _divisors_in(roots: Sequence[Any]) -> list[_Divisor]:
-    """Of the first sums and means that the losses with these graphs are made of by adding, multiplying and dividing."""
+    """The first sums and means that the losses with these graphs are made of by adding, multiplying and dividing."""
     left, seen, found = [(root, 1.0, 1.0) for root in reversed(roots)], set(), list[_Divisor]()
     while left and len(found) < _MOST_TERMS:
         node, divisor, factor = left.pop()
@@ -211,7 +211,8 @@ def _divisors_in(roots: Sequence[Any]) -> list[_Divisor]:
 
 
 def _of_batch(found: _Divisor, num_samples: int) -> _Divisor:
-    """Of what a single sample loses, where the script adds up such terms, its weight and own mean are the sample's."""
+    """What the batch's loss is divided by. Where the script adds up what single samples lose, a weight or mean within
+    one is that sample's and does not count."""
     is_one = num_samples > 1 and is_cut_from(found.node, num_samples)
     return _Divisor(found.by_script, 1.0, "", found.node) if is_one else found
 

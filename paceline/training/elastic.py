@@ -5,16 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
-from torch.optim.lr_scheduler import LRScheduler
-
 from paceline.checkpoint import WorkerState
 from paceline.elastic import Deal, Elastic, Member
 from paceline.errors import PeerLost, UsageError
 from paceline.messages import Raw
 from paceline.strategies.base import Context, Synchronizer
 from paceline.strategies.regrouping import Regrouping
-from paceline.strategies.replica import hyperparameters
-from paceline.training import snapshot
+from paceline.training import script_schedulers
+from paceline.training.all_done import AllDone
 from paceline.training.given import Given
 from paceline.training.joining import Giving, States
 from paceline.training.sharding import Place
@@ -47,9 +45,8 @@ class Survivor:
         self._lacks_deals = False  # its state is from before what others have been dealt
         self.lacks_script = False
         """This worker has joined with schedulers of where a round began that the others have ended."""
-        self.samples = self.batches = 0
-        """That all workers together have trained on, those who have died among them."""
-        self._counts = (0, 0)  # of these, as of the last update
+        self.all_done = AllDone()
+        """That all workers together have trained on."""
         self.states: States | None = None
         self.last_result: Callable[[], Sequence[Raw]] = tuple
         self.end_pass: Callable[[], bool] = lambda: True
@@ -64,9 +61,7 @@ class Survivor:
             raise UsageError("--elastic takes one optimizer and one loader so far; leave --elastic out for several")
         self._handouts = cast("Handouts", handouts)  # of one loader
         if self._elastic.global_batch == "keep":
-            for each in given.extra.values():
-                if isinstance(each, LRScheduler):
-                    self._hold_back(each)
+            script_schedulers.hold_back(given.extra, self._run)
 
     def deals(self, orders: Orders) -> Dealt:
         """What deals out the samples of the loader."""
@@ -92,19 +87,13 @@ class Survivor:
 
     def require_prepared_schedulers(self, given: dict[str, Any], optimizer: Any) -> None:
         """Raises UsageError for a scheduler that would step where the optimizer does not."""
-        if self._elastic.global_batch != "keep" or not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            return
-        if not any(isinstance(each, LRScheduler) for each in given.values()):
-            raise UsageError(
-                "with --elastic and --global-batch keep an update may take several steps of the script, in which a "
-                "scheduler is to wait: give it to worker.prepare(..., scheduler=scheduler), or use --global-batch grow"
-            )
+        if self._elastic.global_batch == "keep":
+            script_schedulers.require_prepared(given, optimizer)
 
     @property
     def counts(self) -> tuple[int, int]:
         """As `Surviving.counts`: the first worker says what all have trained on."""
-        is_first = self._run.context.is_first
-        return self.samples * is_first, self.batches * is_first
+        return self.all_done.said_by(is_first=self._run.context.is_first)
 
     @property
     def handouts(self) -> "Handouts":
@@ -134,7 +123,8 @@ class Survivor:
         """After an exchange, before the batch that comes from this place: give this worker's state to those who wait
         for one. With the rest of an update they could not do anything."""
         to, under_way = self._reform.asked_to_give, self._dealt.under_way
-        if to and self._giving is None and len(under_way) == 1 and under_way[0].begins:
+        may_enter = self._run.prepared.synchronizer.takes_in
+        if to and self._giving is None and len(under_way) == 1 and under_way[0].begins and may_enter:
             assert self.states is not None
             member, content = self._member, self.states.given(place, self._member)
             beside = not self._run.context.pacing.is_simulated
@@ -144,27 +134,21 @@ class Survivor:
 
     def state(self) -> dict[str, Any]:
         """What all workers have alike of the samples, as plain data."""
-        return {"counts": [self.samples, self.batches], "data": self._dealt.state()}
+        return {"counts": list(self.all_done.now), "data": self._dealt.state()}
 
     def for_later(self, worker: WorkerState) -> WorkerState:
-        """What a checkpoint holds of this worker. The first one says what all have trained on up to the last update."""
-        samples, steps = self._counts if self._run.context.is_first else (0, 0)
-        return replace(worker, samples=samples, steps=steps, stream=self._dealt.state_for_later())
+        worker = self.all_done.for_later(worker, is_first=self._run.context.is_first)
+        return replace(worker, stream=self._dealt.state_for_later())
 
     def in_pause(self, worker: WorkerState) -> WorkerState:
         return worker
 
     def go_on_from(self, workers: Sequence[WorkerState], *, iteration: int) -> list[WorkerState]:
-        """What these had trained on counts, too, with any number of workers."""
-        workers = snapshot.beside_the_first(workers)
-        self.samples, self.batches = sum(each.samples for each in workers), sum(each.steps for each in workers)
-        self._counts = self.samples, self.batches
-        size = self._run.context.size
-        return [replace(each, steps=iteration) for each in [*workers, *(workers[0],) * size][:size]]
+        return self.all_done.go_on_from(workers, size=self._run.context.size, iteration=iteration)
 
     def take_up(self, state: Mapping[str, Any], member: Member) -> None:
         """This worker has taken another one's state, and with it its place in the data."""
-        self._counts = self.samples, self.batches = state["counts"]
+        self.all_done.take_up(state["counts"])
         self._member, self._lacks_deals = member, not self._is_stepwise
         self.lacks_script = self._lacks_deals
         self._dealt.take_up(state["data"], member.membership)
@@ -181,15 +165,8 @@ class Survivor:
 
     def share_script(self) -> None:
         """Whoever lacks it takes up what the first worker's script has moved on. Collective call in a pause."""
-        prepared = self._run.prepared
-        optimizers = prepared.optimizers.values()
-        groups = [dict(group) for optimizer in optimizers for group in hyperparameters(optimizer)]
-        own = [groups, {name: thing.state_dict() for name, thing in prepared.extra.items()}]
-        said = self._run.context.collective.broadcast_object(own)
-        if self.lacks_script:
-            saved_groups, saved_extra = said
-            snapshot.move_on(saved_groups, saved_extra, optimizers, prepared.extra)
-            self.lacks_script = False
+        script_schedulers.share(self._run, is_lacking=self.lacks_script)
+        self.lacks_script = False
 
     # --- as Recovery ------------------------------------------------------------------------------------------
 
@@ -203,9 +180,16 @@ class Survivor:
 
     @property
     def weight(self) -> float:
-        return self._dealt.weight
+        return self._dealt.weight()
 
-    def commit(self) -> bool:
+    @property
+    def num_dealt(self) -> int:
+        return self._dealt.num_dealt
+
+    def weight_of(self, first: int, stop: int) -> float:
+        return self._dealt.weight(first, stop)
+
+    def commit(self, *, asks_from: int | None = None) -> bool:
         handouts, under_way = self.handouts, self._dealt.under_way
         if not self._is_stepwise:
             handouts.look_back()  # otherwise the backward pass of one batch is under way
@@ -215,12 +199,11 @@ class Survivor:
                 "last, which nothing tells here; train on each batch once, before the next one "
                 "(DataLoader(num_workers=...) reads ahead by itself), or leave --elastic out"
             )
-        self.samples += sum(len(part) for dealt in under_way for part in dealt.parts)
-        self.batches += sum(bool(part) for dealt in under_way for part in dealt.parts)
+        self.all_done.add(under_way)
         self._member = self._member.with_result().with_step_applied()
-        is_complete, self._lacks_deals = self._dealt.commit(), False
+        is_complete, self._lacks_deals = self._dealt.commit(asks_from=asks_from), False
         if is_complete:
-            self._counts = self.samples, self.batches
+            self.all_done.complete()
         return is_complete
 
     def regroup(self) -> Context:
@@ -281,14 +264,3 @@ class Survivor:
     def _dealt(self) -> Dealt:
         assert self._data is not None
         return self._data
-
-    def _hold_back(self, scheduler: LRScheduler) -> None:
-        """Where the optimizer's last step was not applied, the scheduler does not step either."""
-        kind, run = type(scheduler), self._run
-
-        def step(this: Any, *arguments: Any, **named: Any) -> None:
-            if run.prepared.synchronizer.has_updated:
-                kind.step(this, *arguments, **named)
-
-        # A class, since whatever hangs on the object itself would be in its state.
-        scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})

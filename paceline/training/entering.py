@@ -1,7 +1,7 @@
 """What a worker under servers gives to one who joins, and what that one makes of it. Model and optimizer's state come
 from the servers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -11,6 +11,7 @@ from paceline.checkpoint import Checkpoint
 from paceline.elastic import Member
 from paceline.errors import UsageError
 from paceline.membership import Membership
+from paceline.nn.sharded_embedding import ShardedEmbedding
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.pauses import Pauses
 from paceline.training.sharding import Place
@@ -27,6 +28,10 @@ class Entering:
     ) -> None:
         """`on_taken`: told what the script goes on from, when it comes to the place in its data."""
         self._run, self._pauses, self._checkpoints, self._on_taken = run, pauses, checkpoints, on_taken
+        self.state_of_data: Callable[[], dict[str, Any]] = dict
+        """What all workers have alike of the data, if the launcher does not have it."""
+        self.take_up_data: Callable[[dict[str, Any]], None] = lambda state: None
+        """Takes what another worker's `state_of_data` has given."""
 
     def given(self, member: Member, place: Place) -> dict[str, Any]:
         """What this worker's script has moved on, and what all workers have agreed on, before the batch that comes from
@@ -36,7 +41,9 @@ class Entering:
             "member": [member.membership.epoch, list(member.membership.ranks), member.met],
             "pauses": self._pauses.state(),
             "model": self._model(),
+            "row_rates": {table.spec.name: table.changed_lr for table in self._tables},
             "epoch": place.epoch,
+            "data": self.state_of_data(),
         }
 
     def take(self) -> Member | None:
@@ -56,17 +63,25 @@ class Entering:
             return int(content["epoch"])
         checkpoint = Checkpoint.of_plain(content["checkpoint"])
         self._require_same_model(content["model"])
+        for table in self._tables:
+            table.changed_lr = content["row_rates"][table.spec.name]
         self._checkpoints.take_up_script(checkpoint, Place(epoch, 0))
         self._pauses.take_up(content["pauses"])
         in_epoch, ranks, met = content["member"]
         rank, keeper = self._run.context.rank, self._run.context.lane_keeper
         assert keeper is not None
         membership = keeper.enter(Member(rank, Membership(in_epoch, tuple(ranks)), has_stopped=True, met=met))
+        self.take_up_data(content["data"])
         self._on_taken(checkpoint)
         return Member(rank, membership, met=met)
 
+    @property
+    def _tables(self) -> Sequence[ShardedEmbedding]:
+        return self._run.prepared.replica.tables
+
     def _model(self) -> list[str]:
-        return [f"{spec.name} {list(spec.shape)} {spec.dtype}" for spec in self._run.prepared.replica.specs]
+        parameters = [f"{spec.name} {list(spec.shape)} {spec.dtype}" for spec in self._run.prepared.replica.specs]
+        return [*parameters, *(f"table {table.spec.name} {table.spec.plain()}" for table in self._tables)]
 
     def _require_same_model(self, theirs: list[str]) -> None:
         """Servers hold no names, and would take another model's gradients for theirs."""

@@ -16,7 +16,7 @@ from paceline.strategies.several import models_of
 from paceline.training.unchanged import unchanged
 
 Evaluation = Callable[..., Mapping[str, float]]
-"""Of the models that the script has prepared, in their order."""
+"""The script's function. It is given the models that were prepared, in their order, and returns metrics."""
 
 
 @dataclass(frozen=True)

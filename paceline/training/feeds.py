@@ -18,7 +18,7 @@ class Feed(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """Of the first batch that the script has not trained on."""
+        """The place of the first batch that the script has not trained on."""
         return self.handouts.place(self.loader.place)
 
 

@@ -24,7 +24,7 @@ class Given:
     extra: dict[str, Any]
     """What else a checkpoint is to hold."""
     names: tuple[str, ...]
-    """Of all but the extra."""
+    """The names of all but the extra."""
 
     @property
     def optimizer_names(self) -> list[str]:

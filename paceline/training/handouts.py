@@ -41,8 +41,9 @@ class Handouts:
     otherwise; that is enough as long as all have the same weight.
 
     Batches that a script keeps are known by their memory when it trains on them again, and copies of batches by some of
-    their values. Inputs are looked at only while what it holds counts differently, or where it trains on after a pass;
-    those of a model's parts, which a script may call by themselves, only while it counts differently.
+    their values. Inputs are looked at only while the batches that it holds have different weights, or where the script
+    trains on after a pass. Those of a model's parts, which a script may call by themselves, are looked at in the first
+    case alone.
 
     Gradients that a script sets itself, without a backward pass, are of all batches since the step before.
 
@@ -210,7 +211,7 @@ class Handouts:
 
     @property
     def num_samples(self) -> int:
-        """That were trained on since the last step."""
+        """Samples that were trained on since the last step."""
         return self._num_samples
 
     @property
@@ -246,7 +247,8 @@ class Handouts:
                 )
 
     def _tell_that_it_is_averaged(self) -> None:
-        """Nothing tells a gradient from one that was clipped."""
+        """Tell, once, that gradients which the script sets are averaged: nothing tells one from one that was
+        clipped."""
         if self._has_told or self._rank:
             return
         self._has_told = True
@@ -265,8 +267,8 @@ class Handouts:
         return [*([self._last] if self._num_ahead and self._last else []), *self._out]
 
     def _compare_weights(self, weight: float) -> None:
-        """Of what the script holds, where the newest batch's `weight` is another than the one before had. It may have a
-        copy of that one."""
+        """Compare what the script holds, where the newest batch's `weight` is another than that of the one before. The
+        script may have a copy of that one."""
         if self._are_uneven or weight != self._weight:
             self._kept.forget_dropped()
             weights = {handed.weight for handed in [*self._held(), *self._out]}

@@ -28,7 +28,7 @@ def evaluations_needed(target: Target, num_samples: float | None) -> int:
 
 
 def _chance_of_passing(target: Target, num_samples: float | None) -> float | None:
-    """That of a share of samples, whose sum is binomial."""
+    """The chance to pass by luck, one standard error below the target, with a share of so many samples (binomial)."""
     if num_samples is None or not num_samples >= 1 or not _is_share(target):
         return None
     from scipy.special import bdtrc  # here, as a run without it is not to wait for it

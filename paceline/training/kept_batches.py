@@ -25,7 +25,7 @@ class Handed:
 
     @property
     def alive(self) -> list[Tensor]:
-        """Those of its tensors that the script still holds."""
+        """The tensors of it that the script still holds."""
         return [tensor for ref in self.tensors if (tensor := ref()) is not None]
 
     @property
@@ -40,9 +40,11 @@ class KeptBatches:
 
     def __init__(self) -> None:
         self._in_storage: dict[int, dict[Handed, None]] = {}
+        self._latest: dict[tuple[int, ...], Handed] = {}  # by the identities of their tensors
         self._num_added = self._num_held = 0  # since, and when, it was looked which ones the script has dropped
 
     def add(self, handed: Handed) -> None:
+        """The latest one counts of those that are the same tensors, as of a data set that holds its batches."""
         if not handed.alive:
             return
         if self._num_added > self._num_held + _FEW:
@@ -51,22 +53,28 @@ class KeptBatches:
         self._put(handed)
 
     def _put(self, handed: Handed) -> None:
+        tensors = tuple(map(id, handed.alive))
+        if before := self._latest.get(tensors):
+            for tensor in before.alive:
+                self._in_storage.get(_storage(tensor), {}).pop(before, None)
+        self._latest[tensors] = handed
         for tensor in handed.alive:
             self._in_storage.setdefault(_storage(tensor), {})[handed] = None
 
     def forget_dropped(self) -> None:
         held = list(self)
         self._in_storage.clear()
+        self._latest.clear()
         self._num_added, self._num_held = 0, len(held)
         for handed in held:
             self._put(handed)
 
     def beside(self, tensors: Iterable[Tensor]) -> Iterator[Handed]:
-        """Those that have storage in common with these."""
+        """The kept batches that have storage in common with these."""
         return (handed for tensor in tensors for handed in self._in_storage.get(_storage(tensor), ()))
 
     def __iter__(self) -> Iterator[Handed]:
-        """Those that the script holds."""
+        """The kept batches that the script holds."""
         every = dict.fromkeys(handed for some in self._in_storage.values() for handed in some)
         return (handed for handed in every if handed.alive)
 

@@ -11,7 +11,7 @@ from paceline.training import snapshot
 from paceline.training.worker_run import WorkerRun
 
 MOST_BYTES = 512 * 2**20
-"""That kept models take of memory, unless one alone takes more."""
+"""Memory that kept models take, unless one alone takes more."""
 
 
 @final
@@ -67,12 +67,12 @@ class KeptModels:
         self._num += 1
 
     def taken(self, *, before: int) -> Iterator[KeptModel]:
-        """Those of earlier iterations than that, in order; none is kept any more."""
+        """The kept models of iterations before that one, in order; none is kept any more."""
         kept, self._kept, self._bytes = self._kept, [], 0
         return (model for model in kept if model.at.iterations < before)
 
     def drop(self) -> None:
-        """Nobody is to judge them."""
+        """Drop all, which nobody is to judge."""
         self._left_out += len(self._kept)
         self._kept, self._bytes = [], 0
 

@@ -46,6 +46,8 @@ def leaf_of(value: Any) -> Leaf:
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
             raise UsageError(f"a {value.layout} tensor on {value.device} is not dense numbers; give value.to_dense()")
         return _Torch(value, value.dtype, value.shape, value.device)
+    if isinstance(value, np.ma.MaskedArray):
+        raise UsageError("a masked array is not dense numbers: give value.filled(0) and the mask, as numbers")
     if isinstance(value, (np.ndarray, np.generic)):
         return _Numpy(value, _torch_dtype(value.dtype.name), torch.Size(value.shape))
     if type(value) in _SCALARS:
@@ -56,6 +58,8 @@ def leaf_of(value: Any) -> Leaf:
     if jax is not None and isinstance(value, jax.Array):
         if isinstance(value, jax.core.Tracer):
             raise UsageError("it is being traced by JAX: exchange arrays outside jit, grad and vmap")
+        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+            raise UsageError("a typed key of JAX is not numbers: give jax.random.key_data(key)")
         return _bridged(_Jax, value, _from_jax)
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and tensorflow.is_tensor(value):

@@ -16,15 +16,15 @@ PASSED_THROUGH = (
     *SHAPED,
 )
 MEAN, SUM = 1, 2
-"""Of `reduction`, as torch's losses keep it for their backward pass."""
+"""Values of `reduction`, as torch's losses keep it for their backward pass."""
 MOST_NODES = 1000
-"""So far is any graph looked into."""
+"""How many nodes of a graph are looked at."""
 _LAYERS = ("mm", "mv", "linear", "conv", "embedding", "rnn", "gru", "lstm", "batchnorm", "layernorm", "compiled")
 """What names of nodes hold where parameters may meet data."""
 
 
 def shape_after(node: Any, output: int = 0) -> tuple[int, ...]:
-    """Of what the node's operation computed; none of nested tensors. What it has saved may be gone by now."""
+    """The shape of what the node's operation computed; none of nested tensors. What it has saved may be gone by now."""
     found = getattr(node, "_input_metadata", ())
     return () if not found or getattr(found[output], "is_nested_tensor", False) else tuple(found[output].shape)
 
@@ -34,7 +34,7 @@ TELLS_PACKED = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
 
 def number_in(node: Any, name: str) -> float:
-    """That a node has saved; NaN if it has not."""
+    """The number that a node has saved; NaN if it has not."""
     saved = saved_by(node, name)
     if isinstance(saved, int | float):
         return float(saved)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@final
 class Outlived:
     """As `Surviving`: says with each push what it has done, so that others can do the rest."""
 
@@ -80,7 +79,7 @@ class Outlived:
 
     def leaves(self) -> bool:
         reform = self._reform
-        if not reform.is_asked_to_leave or self._run.has_ended:
+        if not reform.is_asked_to_leave or self._run.has_ended or self._run.prepared.synchronizer.owes:
             return False
         reform.leave(self._run.context.rank)  # and the launcher has the servers go on without it
         return True
@@ -104,9 +103,9 @@ class Outlived:
         to = reform.asked_to_give
         if not to or self._run.has_ended:
             return
-        assert self._data is not None
         assert self.entering is not None
-        self._data.give_back()
+        if self._data is not None:
+            self._data.give_back()
         content = self.entering.given(self._member, place)
         self._is_whole = False
         reform.give(lambda path: torch.save(content, path), member=self._member, to=to)

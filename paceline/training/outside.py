@@ -1,5 +1,5 @@
-"""Notices tensors of no prepared model that losses depend on and that each worker has otherwise, as where the script
-trains them by hand: with its own gradients, batch after batch."""
+"""Notices tensors that losses depend on, that are of no prepared model, and that each worker has otherwise, as where
+the script trains them by hand: with its own gradients, batch after batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final

@@ -50,6 +50,7 @@ class Pauses:
         self._kept = KeptModels(run)
         self._same_data: SameData | None = None
         self._has_begun = self._is_last = False
+        self._undone: dict[str, Any] | None = None  # what was decided before a meeting that has yet to end
         self._lag_s = 0.0  # by how much this worker goes on later than the first
         self._met_at = (0, 0.0)
         self._together_s = 0.0  # on this worker's clock, where all last began to train together
@@ -129,6 +130,10 @@ class Pauses:
             TensorMismatch: lock-step workers' parameters or settings have drifted apart.
         """
         run, cadence, collective = self._run, self._cadence, self._run.context.collective
+        if self._survivor is not None:
+            if self._undone is not None:  # one has died in it, and others may lack what this worker has decided
+                self.take_up(self._undone)
+            self._undone = self.state()
         if (is_done or waits_at) and not run.traits.lock_step:
             collective.set_deadline(None)  # the others may have many steps to go; engines look whether they take them
         run.awaits_others = True
@@ -180,6 +185,7 @@ class Pauses:
             collective.barrier()  # rank 0 may have been busy
             if not run.has_ended:
                 run.context.pacing.rest(self._lag_s)
+        self._undone = None
         collective.set_deadline(run.config.deadline_s)
 
     def _report(self, *, is_done: bool, waits_at: str) -> dict[str, Any]:

@@ -30,6 +30,10 @@ class Written(NamedTuple):
     """By the table's name."""
 
 
+NOTHING = Written("", {})
+"""What a checkpoint without rows has of them."""
+
+
 def take_in(run: WorkerRun, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
     """Have the run include the model's tables.
 

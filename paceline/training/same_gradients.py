@@ -18,10 +18,10 @@ from paceline.training.sharding import DIFFERS
 from paceline.training.sharding.contents import tensors_in
 
 _NUM_STEPS = 2
-"""That are looked at: one of them may be of a penalty on weights alone, which is the same on all ranks."""
+"""Steps that are looked at: one of them may be of a penalty on weights alone, which is the same on all ranks."""
 _NUM_ROWS, _NUM_ELEMENTS = 16, 1024
 _NUM_LOOKS = 2
-"""In a row, after which it is no chance. Data that are all alike give the same batches, too."""
+"""After so many equal looks in a row it is no chance. Data that are all alike give the same batches, too."""
 
 
 @final

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from paceline.comm.base import Collective
 from paceline.errors import TensorMismatch
-from paceline.strategies.digests import digest
+from paceline.strategies.digests import digest, first_difference
 
 _MOST_PASSES = 4
-"""That are looked at after a pause: one for the gradients that perturb weights, and some with the perturbed ones."""
+"""Passes that are looked at after a pause: one for the gradients that perturb weights, and some with the perturbed
+ones."""
 
 
 @final
@@ -66,14 +67,12 @@ class SameWeights:
         number = next((number for number, each in enumerate(zip(*everyone, strict=True)) if len(set(each)) > 1), None)
         if number is None:
             return
-        of_all = collective.all_gather_object([digest([some]) for some in self._told[number]])
-        for rank, theirs in enumerate(of_all):
-            culprit = next((n for n, a, b in zip(names, of_all[0], theirs, strict=True) if a != b), None)
-            if culprit is not None:
-                raise TensorMismatch(
-                    f"in a backward pass parameter {culprit!r} was not the same on ranks 0 and {rank}, as it is before "
-                    "and after it: the script changes weights for the pass by what its own rank has seen or drawn, and "
-                    "puts them back. Change them alike on every rank: by gradients that backward() has computed, which "
-                    "are the mean of all workers', or with a torch.Generator of the same seed. If each rank is to "
-                    "have its own, set loader.dataset.differs_by_rank = True before prepare"
-                )
+        found = first_difference(names, self._told[number], collective)
+        if found is not None:
+            raise TensorMismatch(
+                f"in a backward pass parameter {found.name!r} was not the same on ranks 0 and {found.rank}, as it is "
+                "before and after it: the script changes weights for the pass by what its own rank has seen or drawn, "
+                "and puts them back. Change them alike on every rank: by gradients that backward() has computed, which "
+                "are the mean of all workers', or with a torch.Generator of the same seed. If each rank is to have its "
+                "own, set loader.dataset.differs_by_rank = True before prepare"
+            )

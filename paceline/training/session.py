@@ -32,6 +32,7 @@ from paceline.strategies.several import as_one, describe_each, whole_of
 from paceline.strategies.together import Together
 from paceline.training import own_options, row_tables, snapshot
 from paceline.training.accounting import Account
+from paceline.training.anew import Anew, OwnStates
 from paceline.training.batches import Batches
 from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
@@ -54,6 +55,7 @@ from paceline.training.summed_loss import SummedLoss
 from paceline.training.surviving import Surviving
 from paceline.training.unchanged import remembered_values
 from paceline.training.unprepared import UnpreparedSteps
+from paceline.training.whole_batches import WholeBatches
 from paceline.training.worker_run import Prepared, WorkerRun
 
 _LAST = 8
@@ -96,9 +98,17 @@ class Session:
         self._survivor: Surviving | None = None
         repeating: Survivor | None = None
         outlived: Outlived | None = None
+        whole: WholeBatches | None = None
+        anew: Anew | None = None
         if config.elastic is not None and context.reform is not None and traits.outlives_workers:
             self._survivor = outlived = Outlived(self.run)
             self.run.context = replace(self.run.context, done=outlived.done)
+            if config.elastic.global_batch == "keep":
+                self._survivor = whole = WholeBatches(self.run, outlived)
+                self.run.context = replace(self.run.context, done=whole.done, rounds=whole)
+        elif config.elastic is not None and context.reform is not None and traits.meets_anew:
+            self._survivor = anew = Anew(self.run)
+            self.run.context = replace(self.run.context, done=anew.done, reunion=anew)
         elif config.elastic is not None and context.reform is not None:
             self._survivor = repeating = Survivor(self.run, config.elastic)
             self.run.context = replace(self.run.context, recovery=repeating)
@@ -108,8 +118,12 @@ class Session:
         if repeating is not None:
             repeating.states = States(self.run, repeating, self.pauses, self._checkpoints, on_taken=self._take_up)
             repeating.on_joined = self.pauses.compare_soon
+        if anew is not None:
+            anew.states = OwnStates(self.run, self.pauses, self._checkpoints, on_taken=self._take_up)
         if outlived is not None:
-            outlived.entering = Entering(self.run, self.pauses, self._checkpoints, on_taken=self._take_up)
+            outlived.entering = entering = Entering(self.run, self.pauses, self._checkpoints, on_taken=self._take_up)
+            if whole is not None:
+                entering.state_of_data, entering.take_up_data = whole.state, whole.take_up
         self.course = Course(self.run, self._cadence, self.pauses, self._checkpoints, self._survivor)
         if repeating is not None:
             repeating.end_pass = self.course.end_pass
@@ -175,7 +189,7 @@ class Session:
         batches.on_pass = steps.begin_pass
         if alike is not None:
             alike.on_begin = steps.look_again
-        steps.tell_facts(synchronizer.facts)
+        steps.tell_facts({} if self.course.joins else synchronizer.facts)  # of the others, one who joins knows nothing
         for optimizer, part in zip(optimizers.values(), parts.values(), strict=True):
             steps.take_over(optimizer, part, is_first=part is first)
         unprepared = UnpreparedSteps(
@@ -220,7 +234,7 @@ class Session:
         self.pauses.evaluation = evaluation
 
     def _found_of(self, model: nn.Module) -> Mapping[str, float]:
-        """For strategies that judge models themselves, whenever they do."""
+        """Evaluate a model, for strategies that judge models themselves."""
         evaluation = self.pauses.evaluation
         if evaluation is None:
             raise UsageError(
@@ -231,7 +245,7 @@ class Session:
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:
-        """For strategies in whose steps workers wait for what is not training."""
+        """Stop the training clock, for strategies in whose steps workers wait for what is not training."""
         run, collective = self.run, self.run.context.collective
         collective.set_deadline(None)
         try:

@@ -18,7 +18,7 @@ from paceline.training.worker_run import WorkerRun
 
 _MOST_LOOKS = 8
 _MOST_PASSES = 16
-"""Whose first losses are looked at: short passes are not to cost more."""
+"""How many passes have their first losses looked at: short passes are not to cost more."""
 Update = Callable[[], object]
 """The script's own optimizer step."""
 
@@ -110,13 +110,13 @@ class Steps:
             self.look_again()
 
     def look_again(self) -> None:
-        """At the losses of the next step; the script may change them in mid-run."""
+        """Look again at the losses of the next step; the script may change them in mid-run."""
         if self._summed_loss is not None and not self._summed_loss.is_listening:
             self._summed_loss.begin()
             self._yet_to_step, self._num_looks = set(self._synchronizers), _MOST_LOOKS
 
     def _look_at_losses(self, summed_loss: SummedLoss, synchronizer: Synchronizer) -> None:
-        """Until each optimizer has stepped once, or others have many times meanwhile."""
+        """Look at losses until each optimizer has stepped once, or others have many times meanwhile."""
         if not summed_loss.has_looked:
             return
         if self._num_looks == _MOST_LOOKS:

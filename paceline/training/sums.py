@@ -21,7 +21,7 @@ from paceline.training.nodes import (
 )
 
 _ONE_EACH = 0
-"""Of `reduction`: a loss of torch's that gives one for each sample."""
+"""The `reduction` of a loss of torch's that gives one loss for each sample."""
 ADDED = ("AddBackward0", "SubBackward0")
 _TURNED = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ExpandBackward0", "SelectBackward0")
 SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0", "TraceBackward0", "CumsumBackward0")
@@ -32,7 +32,7 @@ NORMS = ("LinalgVectorNormBackward0", "DistBackward0")
 _WORDS = {"pow": "a squared norm", "bmm": "einsum() or bmm()", "nansum": "sum()"}
 LEAF, _STACKED = "torch::autograd::AccumulateGrad", "StackBackward0"
 _ROUNDING = 1e-3
-"""Or twice that of a number's type, such as bfloat16, if it is more."""
+"""How far numbers may be apart: so much, or twice the rounding of their type, such as bfloat16, if that is more."""
 _MUCH = 0.5
 
 
@@ -75,8 +75,8 @@ def terms_in(loss: Tensor, num_samples: int, size: int) -> list[Term]:
 
 
 def sum_among(terms: Sequence[Term], num_samples: int) -> str | None:
-    """The name of the sum that a loss of these terms is, or has as a term: one of torch's losses; or sums of the
-    script's own, if it has no other terms that nothing multiplies."""
+    """The name of the sum that a loss of these terms is, or has as a term. That is one of torch's losses; or a sum of
+    the script's own, if no other term is without a factor."""
     for term in terms:
         if _is_torchs_sum(term) and not term.is_scaled:
             return f"{term.node.name().removesuffix('Backward0')} with reduction='sum'"
@@ -86,9 +86,9 @@ def sum_among(terms: Sequence[Term], num_samples: int) -> str | None:
 
 
 def multiplied_sum_among(terms: Sequence[Term], num_samples: int, size: int) -> float | None:
-    """What torch's own sums, or those of the script's own, are multiplied by at least, if that is too much for one over
-    the number of samples: one, beside terms of another kind; a half, as of squares, or the scale of a GradScaler; but
-    for the number of workers."""
+    """The least factor of torch's own sums, or else of the script's, if it is too much for one over the number of
+    samples. It may be one, beside terms of another kind; a half, as of squares; or the scale of a GradScaler. The
+    number of workers is no such factor."""
     sums = [term for term in terms if term.is_scaled and _is_torchs_sum(term)]
     sums = sums or [term for term in terms if _is_over_samples(term, num_samples)]
     least = min((float(term.weights.abs().max()) for term in sums), default=0.0)
@@ -140,14 +140,14 @@ def _is_weighted_by_data(node: Any) -> bool:
 
 
 def _source_of(place: tuple[Any, int]) -> tuple[Any, int]:
-    """Of a tensor that is turned, or has constants added."""
+    """Where a tensor comes from that is turned, or has constants added."""
     while place[0].name() in (*PASSED_THROUGH, *_TURNED) and len(inputs := _inputs_of(place[0])) == 1:
         place = inputs[0]
     return place
 
 
 def _inputs_of(node: Any) -> list[tuple[Any, int]]:
-    """Those that have a gradient: each a node and the number of its output."""
+    """The inputs that have a gradient: each a node and the number of its output."""
     return [place for place in node.next_functions if place[0] is not None]
 
 

@@ -12,7 +12,7 @@ _CUTS = ("SelectBackward0", "SliceBackward0", "UnbindBackward0", "SplitBackward0
 _ALL_ADDED = ("SumBackward0", "SumBackward1")
 _OF_CLASSES = "NllLoss"  # its input may be one sample's, with a row of classes and no more
 _LEAST = 3
-"""So many terms are no chance: a script may well have two losses and batches of two samples."""
+"""Fewer terms may be chance: a script may well have two losses and batches of two samples."""
 _MEAN = 1.001
 """Factors that add up to one make a mean, but for rounding, as do those of one over the number of samples."""
 
@@ -20,17 +20,17 @@ _MEAN = 1.001
 class _Term(NamedTuple):
     name: str
     rows: int
-    """Of what it was computed from, most often as many as samples; 1 for a single number."""
+    """Rows of what it was computed from, most often as many as samples; 1 for a single number."""
     cut_from: frozenset[int]
     """How long those were that it was cut out of."""
     factor: float
-    """That the script multiplies it by."""
+    """What the script multiplies it by."""
 
 
 class Pass(NamedTuple):
     terms: list[_Term]
     are_apart: bool
-    """They share nothing but parameters."""
+    """Whether terms share nothing but parameters."""
 
 
 def pass_of(begun: Sequence[Any]) -> Pass:

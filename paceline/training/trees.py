@@ -124,7 +124,7 @@ def _require_numbers(leaf: Leaf, op: TreeOp) -> None:
 
 
 def _difference(forms: list[dict[str, str]]) -> str:
-    """Of the first rank that differs from rank 0, the first path that does."""
+    """In words, the first path at which the first rank that differs from rank 0 does so."""
     first = forms[0]
     rank = next(rank for rank, theirs in enumerate(forms) if theirs != first)
     theirs = forms[rank]
@@ -181,7 +181,8 @@ def _rebuilt(node: Any, values: Iterator[Any]) -> Any:
     if isinstance(node, dict):
         parts = {key: _rebuilt(node[key], values) for key in _keys(node)}
         whole = copy.copy(node)  # in its own order, and with the default of a defaultdict
-        whole.update(parts)
+        for key, part in parts.items():  # not by update(), which in a Counter adds
+            whole[key] = part
         return whole
     children = _children(node)
     if children is None:

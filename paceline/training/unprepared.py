@@ -87,7 +87,7 @@ class UnpreparedSteps:
 
 @final
 class _Hook:
-    """On every optimizer's step, while somebody watches."""
+    """Looks at every optimizer's step while somebody watches."""
 
     def __init__(self) -> None:
         self._watching: WeakSet[UnpreparedSteps] = WeakSet()

@@ -79,7 +79,7 @@ class WorkerRun:
 
     @property
     def epoch(self) -> int:
-        """Of the first loader's data."""
+        """The epoch of the first loader's data."""
         return next(iter(self.prepared.feeds.values())).loader.place.epoch if self.is_prepared else 0
 
     @property

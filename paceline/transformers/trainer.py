@@ -143,13 +143,13 @@ class TrainerBody(_Base):  # type: ignore[misc]
             super().save_model(*arguments, **settings)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """With weights in memory of their own: parameters are views of one buffer, of which a file would keep one."""
+        """Save weights in memory of their own: parameters are views of one buffer, of which a file would keep one."""
         super()._save(output_dir, apart(self.model.state_dict() if state_dict is None else state_dict))
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """In one directory, also where the run's end finds workers at different steps. Paceline's part is there
+        """Save in one directory, also where the run's end finds workers at different steps. Paceline's part is there
         before what makes it look whole."""
         own_step = self.state.global_step
         with self.accelerator.global_model():

@@ -9,7 +9,10 @@ README.md beside it says what is timed, and how.
 
 import argparse
 import json
+import os
+import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +36,44 @@ ROUNDING = 1e-10
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=numbers, default=[1, 2, 4], metavar="N,N", help="numbers of map tasks")
-    parser.add_argument("--rows", type=int, default=30_000)
-    parser.add_argument("--features", type=int, default=100)
-    parser.add_argument("--iterations", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=whole(1), default=30_000)
+    parser.add_argument("--features", type=whole(1), default=100)
+    parser.add_argument("--iterations", type=whole(on_paceline.NUM_WARM_UPS + 1), default=50)
+    parser.add_argument("--seed", type=whole(0), default=0)
     parser.add_argument("--address", help="of a Ray cluster; none: RAY_ADDRESS, else one starts here")
     parser.add_argument("--insecure", action="store_true", help="the cluster may be one that asks for no token")
     parser.add_argument("--no-paceline", action="store_true", help="leave out Paceline's own runs")
     parser.add_argument("--spark", action="store_true", help="on a local Spark, too")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the speed-up")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, in seconds and bytes")
+    parser.add_argument("--svg", type=new_file, metavar="FILE", help="draw the speed-up")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write what was measured, in seconds and bytes")
     args = parser.parse_args()
-    if args.iterations <= on_paceline.NUM_WARM_UPS:
-        parser.error(f"--iterations must be above {on_paceline.NUM_WARM_UPS}, not {args.iterations}")
-    if not 1 <= max(args.tasks) <= args.rows:
+    if max(args.tasks) > args.rows:
         parser.error(f"--tasks must lie between 1 and --rows, {args.rows}; {max(args.tasks)} does not")
     return args
 
 
+def whole(least: int) -> Callable[[str], int]:
+    """Reads a whole number from `least` on."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} on, not {text!r}")
+        return int(text)
+
+    return read
+
+
 def numbers(text: str) -> list[int]:
-    """`1,2,4` in order. Raises ValueError, of which argparse makes an error."""
-    found = sorted({int(part) for part in text.split(",")})
-    if found[0] < 1:
-        raise ValueError(text)
-    return found
+    """`1,2,4` in order."""
+    return sorted({whole(1)(part) for part in text.split(",")})
+
+
+def new_file(text: str) -> Path:
+    """Refused before anything is measured, where it could not be written then."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file in a directory that is there")
+    return path
 
 
 def main() -> None:
@@ -187,3 +204,5 @@ if __name__ == "__main__":
         main()
     except PacelineError as error:
         raise SystemExit(f"{error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None

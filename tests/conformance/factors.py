@@ -108,9 +108,3 @@ def ahead(model: Any, loader: Iterable[Any]) -> Iterator[Any]:
 
 def rows_of(out: Path) -> dict[str, Tensor]:
     return read_model_file(out / "run" / ROWS_FILE)
-
-
-def assert_same_rows(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(other[name], tensor, msg=lambda text, name=name: f"{name}: {text}")

@@ -262,9 +262,9 @@ def _work(
             ends.append(store)
             return store
 
-        def connect_mailbox() -> SocketMailbox:
+        def connect_mailbox(collective: Collective, membership: Membership) -> SocketMailbox:
             mailbox = SocketMailbox(
-                keys, host="127.0.0.1", collective=collective, epoch=EPOCH, deadline_s=config.deadline_s
+                keys, host="127.0.0.1", collective=collective, epoch=membership.epoch, deadline_s=config.deadline_s
             )
             ends.append(mailbox)
             return mailbox
@@ -278,7 +278,7 @@ def _work(
             collective,
             store=store_of(0) if servers else None,
             store_beside=store_of if servers else None,
-            connect_mailbox=connect_mailbox if size > 1 else None,
+            connect_mailbox=connect_mailbox,
         )
         restored = Checkpoint.decode(checkpoint, where="the checkpoint") if checkpoint is not None else None
         world = World(context, plan, config, _ListReporter(records, out), restored)

@@ -326,10 +326,6 @@ class Advancing(Sampler[int]):
         return iter(range(start, start + len(self)))
 
 
-def advancing(worker: Any) -> DataLoader[Any]:
-    return DataLoader(samples(), batch_size=BATCH_SIZE, sampler=Advancing())
-
-
 class Buckets(Sampler[list[int]]):
     """Batches of samples of one length, in a random order."""
 

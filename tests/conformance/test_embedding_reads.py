@@ -26,7 +26,6 @@ from tests.conformance.factors import (
     NUM_STEPS,
     USERS,
     Factors,
-    assert_same_rows,
     ratings,
     rows_of,
     tables,
@@ -104,7 +103,7 @@ def test_rows_are_read_together_and_kept(tmp_path: Path, asked: list[Message]) -
         asked.clear()
         script = partial(launched, read_and_train, out)
         result = run(script, strategy=strategy, workers=1, out=out / "run", max_steps=12)
-        assert_same_rows(rows_of(tmp_path / "single"), rows_of(out))
+        torch.testing.assert_close(rows_of(tmp_path / "single"), rows_of(out))
         moved[name] = sum(record.moved_bytes for record in result.steps)
         counted = {record.name: record.value for record in result.logged}
         assert num_of(Kind.READ_ROWS, asked) <= 2 * len(result.steps)
@@ -195,7 +194,7 @@ def test_a_table_that_is_looked_up_twice_a_batch_is_read_ahead_for_one_of_both(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         look_twice_on(tmp_path / "ahead", number)
-    assert_same_rows(rows_of(tmp_path / "plain"), rows_of(tmp_path / "ahead"))
+    torch.testing.assert_close(rows_of(tmp_path / "plain"), rows_of(tmp_path / "ahead"))
     of_servers = 2 * (TWICE_BATCHES - 1)
     assert num_of(Kind.READ_AHEAD, asked) == num_of(Kind.READ_ROWS, asked, since=True) == of_servers
     assert num_of(Kind.READ_ROWS, asked) == 2 * 2 * TWICE_BATCHES
@@ -207,7 +206,7 @@ def test_who_reads_other_rows_ahead_than_the_model_is_told_so_once(tmp_path: Pat
     with pytest.warns(UserWarning, match="keys of table 'twice' that no look-up of their batch") as told:
         look_twice_on(tmp_path / "ahead", 2)
     assert len([each for each in told if "read_ahead" in str(each.message)]) == 1
-    assert_same_rows(rows_of(tmp_path / "plain"), rows_of(tmp_path / "ahead"))
+    torch.testing.assert_close(rows_of(tmp_path / "plain"), rows_of(tmp_path / "ahead"))
     assert not num_of(Kind.READ_ROWS, asked, since=True)
 
 

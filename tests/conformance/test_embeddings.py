@@ -31,7 +31,6 @@ from tests.conformance.factors import (
     UNTOUCHED,
     USERS,
     Factors,
-    assert_same_rows,
     evaluate,
     loss_of,
     ratings,
@@ -137,7 +136,7 @@ def test_one_asynchronous_worker_equals_single(run: Any, tmp_path: Path) -> None
         out = tmp_path / strategy.partition(":")[0]
         out.mkdir()
         run(partial(launched, train, out), strategy=strategy, workers=1, out=out / "run")
-        assert_same_rows(rows_of(tmp_path / "single"), rows_of(out))
+        torch.testing.assert_close(rows_of(tmp_path / "single"), rows_of(out))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +204,7 @@ def assert_resumes(training: partial[None], run: Any, strategy: str, tmp_path: P
         options={"servers": 2},
         **settings,
     )
-    assert_same_rows(rows_of(whole), rows_of(broken))
+    torch.testing.assert_close(rows_of(whole), rows_of(broken))
 
 
 @pytest.mark.parametrize("run", ENGINES)
@@ -215,7 +214,7 @@ def test_evaluations_change_nothing(run: Any, tmp_path: Path) -> None:
     with_none = tmp_path / "none"
     with_none.mkdir()
     run(partial(launched, train, with_none), strategy="ps-bsp", workers=2, out=with_none / "run")
-    assert_same_rows(rows_of(tmp_path), rows_of(with_none))
+    torch.testing.assert_close(rows_of(tmp_path), rows_of(with_none))
     rows = rows_of(tmp_path)
     assert UNTOUCHED not in rows["users.keys"].tolist()
     first = normal(torch.tensor([UNTOUCHED]), seed=int(rows["users.seed"]), num=DIM)
@@ -277,7 +276,7 @@ def test_gradients_add_up_until_the_step_and_go_with_zero_grad(strategy: str, tm
         out = tmp_path / name
         out.mkdir()
         virtual_engine.run(partial(launched, script, out), strategy=strategy, workers=2, out=out / "run")
-    assert_same_rows(rows_of(tmp_path / "halves"), rows_of(tmp_path / "whole"))
+    torch.testing.assert_close(rows_of(tmp_path / "halves"), rows_of(tmp_path / "whole"))
 
 
 def in_halves(worker: Worker, out: Path) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import paceline
 from paceline.errors import RunFailed
-from tests.conformance import local_engine, odd_losses, virtual_engine
+from tests.conformance import odd_losses, virtual_engine
+from tests.conformance.odd_judging import ENGINES
 from tests.conformance.scripts import launched
 
 TOLD = r"rank \d: \w+ of a tensor that requires a gradient gives .* parts = worker\.all_gather\(tensor\.detach\(\)\)"
-ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 
 
 def tensors(worker: Any) -> Tensor:

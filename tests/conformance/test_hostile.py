@@ -148,8 +148,7 @@ def test_a_run_is_a_loop_over_all_workers(case: str, engine: ModuleType, tmp_pat
     strategy, options, attacks = CASES[case]
     result = run(engine, tmp_path, strategy, attacks, **options)
     expected = reference(tmp_path, options.get("aggregate", "mean"), attacks, every=options.get("every", 1))
-    for name, tensor in expected.state_dict().items():
-        torch.testing.assert_close(result.model_state()[name], tensor, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result.model_state(), expected.state_dict(), rtol=1e-4, atol=1e-5)
     told = [event.details for event in result.events if event.name == "attack"]
     assert told == ([{"attacks": list(attacks), "hostile workers know": "all"}] if attacks else [])
 
@@ -182,8 +181,7 @@ def test_what_fools_gold_remembers_is_in_checkpoints(tmp_path: Path) -> None:
     halves = tmp_path / "halves"
     trained(partial(launched, train, halves), out=halves, max_steps=STEPS // 2, **settings)
     resumed = trained(partial(launched, train, halves), out=halves, max_steps=STEPS, resume=halves, **settings)
-    for name, tensor in whole.model_state().items():
-        assert torch.equal(resumed.model_state()[name], tensor)
+    torch.testing.assert_close(resumed.model_state(), whole.model_state(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

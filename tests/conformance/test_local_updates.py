@@ -26,6 +26,7 @@ from paceline.running.result import Result
 from paceline.strategies.exchange import Exchange
 from paceline.training.worker import Worker
 from tests.conformance import local_engine, virtual_engine
+from tests.conformance.odd_reading import Stream
 from tests.conformance.reference import train_alone
 from tests.conformance.rows import launched as launched_row
 from tests.conformance.rows import loader_of, loader_to_leave, problem, steps_of, train
@@ -40,7 +41,6 @@ from tests.conformance.scripts import (
     samples,
 )
 from tests.conformance.scripts import train as train_script
-from tests.conformance.test_odd_scripts import Stream
 from tests.conformance.virtual_cluster import cluster_of
 
 ENGINES = pytest.mark.parametrize("engine", [local_engine, virtual_engine], ids=["processes", "virtual"])
@@ -209,8 +209,7 @@ def test_data_that_ends_in_a_round_ends_it(engine: ModuleType, tmp_path: Path) -
     assert Checkpoint.decode((tmp_path / "begun" / FILE_NAME).read_bytes(), where="").iteration == 3
     again = run(engine, train_eleven_steps, tmp_path / "again", "diloco", options=options, resume=tmp_path / "begun")
     assert not again.steps
-    for name, tensor in begun.model_state().items():
-        assert torch.equal(again.model_state()[name], tensor)
+    torch.testing.assert_close(again.model_state(), begun.model_state(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("every", "told"), [(11, [{"steps": 11}]), (6, [])])
@@ -240,8 +239,7 @@ def test_another_strategy_goes_on_from_the_outer_parameters(first: str, second: 
     resumed = run(
         local_engine, train, tmp_path / "on", second, options=options[second], max_steps=4, resume=tmp_path / "begun"
     )
-    for name, tensor in begun.model_state().items():
-        assert torch.equal(resumed.model_state()[name], tensor)
+    torch.testing.assert_close(resumed.model_state(), begun.model_state(), rtol=0, atol=0)
     went_on = run(
         local_engine, train, tmp_path / "went", second, options=options[second], max_steps=6, resume=tmp_path / "begun"
     )
@@ -255,8 +253,7 @@ def test_a_fragment_on_its_way_keeps_the_weights_of_its_steps(tmp_path: Path) ->
     whole = virtual_engine.run(script, out=tmp_path / "whole", max_steps=4, **settings)
     virtual_engine.run(script, out=tmp_path / "begun", max_steps=3, **settings)
     resumed = virtual_engine.run(script, out=tmp_path / "on", max_steps=4, resume=tmp_path / "begun", **settings)
-    for name, tensor in whole.model_state().items():
-        assert torch.equal(resumed.model_state()[name], tensor), name
+    torch.testing.assert_close(resumed.model_state(), whole.model_state(), rtol=0, atol=0)
 
 
 @ENGINES
@@ -273,8 +270,7 @@ def test_moments_with_periods_of_their_own_go_on_where_they_were(engine: ModuleT
     for one, other in zip(*(each.workers for each in states), strict=True):
         assert one.own.keys() == other.own.keys()
         assert all(torch.equal(other.own[name], tensor) for name, tensor in one.own.items())
-    for name, tensor in whole.model_state().items():
-        assert torch.equal(went_on.model_state()[name], tensor)
+    torch.testing.assert_close(went_on.model_state(), whole.model_state(), rtol=0, atol=0)
 
 
 def train_with_adam(worker: Worker, out: Path) -> None:
@@ -318,8 +314,7 @@ def test_what_a_script_does_after_a_round_is_in_evaluations_and_the_end(
     assert all(float(tensor.abs().max()) <= 0.0501 for tensor in whole.model_state().values())
     run(engine, train_and_clamp, tmp_path / "begun", "diloco", max_steps=3, **asked)
     on = run(engine, train_and_clamp, tmp_path / "on", "diloco", max_steps=8, resume=tmp_path / "begun", **asked)
-    for name, tensor in whole.model_state().items():
-        assert torch.equal(on.model_state()[name], tensor)
+    torch.testing.assert_close(on.model_state(), whole.model_state(), rtol=0, atol=0)
 
 
 def test_virtual_runs_repeat_themselves(tmp_path: Path) -> None:
@@ -329,5 +324,4 @@ def test_virtual_runs_repeat_themselves(tmp_path: Path) -> None:
         for n in (0, 1)
     ]
     assert [record.time_s for record in runs[0].steps] == [record.time_s for record in runs[1].steps]
-    for name, tensor in runs[0].model_state().items():
-        assert torch.equal(runs[1].model_state()[name], tensor)
+    torch.testing.assert_close(runs[1].model_state(), runs[0].model_state(), rtol=0, atol=0)

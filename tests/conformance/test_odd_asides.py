@@ -12,9 +12,9 @@ import pytest
 
 from paceline.errors import RunFailed
 from tests.conformance import local_engine, odd_asides, virtual_engine
+from tests.conformance.odd_judging import EVERYWHERE, JOINT, SAME_STEP, SERVERS, STRATEGIES, judge
 from tests.conformance.reference import train_alone
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
-from tests.conformance.test_odd_hunted import EVERYWHERE, JOINT, SAME_STEP, SERVERS, STRATEGIES, judge
 
 SETTING = r"the script sets collate_fn of the loader that prepare returned.*set it before prepare"
 REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {

@@ -18,7 +18,14 @@ import torch
 from torch import nn
 
 from paceline.errors import RunFailed
-from tests.conformance import local_engine, test_odd_models, test_odd_replicas, test_odd_scripts, virtual_engine
+from tests.conformance import (
+    local_engine,
+    odd_reading,
+    test_odd_models,
+    test_odd_replicas,
+    test_odd_scripts,
+    virtual_engine,
+)
 from tests.conformance.odd_models import Masked
 from tests.conformance.reference import train_alone
 from tests.conformance.scripts import EXACT, assert_close, launched, momentum, plain_step, samples, train
@@ -175,10 +182,10 @@ def passes_in_one(batches: Any) -> Any:
 
 def test_a_client_does_not_train_on_what_was_read_ahead_for_another(tmp_path: Path) -> None:
     def way(batches: Any) -> Any:
-        return itertools.islice(test_odd_scripts.ahead(passes_in_one(batches)), 40)
+        return itertools.islice(odd_reading.ahead(passes_in_one(batches)), 40)
 
     with pytest.raises(RunFailed, match=r"rank \d: the script reads ahead, and asks for the next client's batches"):
-        run(partial(test_odd_scripts.train, way=way), "fed-avg", 2, tmp_path)
+        run(partial(odd_reading.train, way=way), "fed-avg", 2, tmp_path)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -6,7 +6,6 @@ A new kind of script is one new row here and one in `odd_hunted.py`, `odd_habits
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -31,32 +30,28 @@ from tests.conformance import (
     odd_weights,
     virtual_engine,
 )
+from tests.conformance.odd_judging import (
+    ALONE,
+    DRIFT,
+    EVERYWHERE,
+    IN_PLACE,
+    JOINT,
+    NO_GRADIENT,
+    OWN_DIVISOR,
+    SAME_STEP,
+    SERVERS,
+    STRATEGIES,
+    TOGETHER,
+    judge,
+)
 from tests.conformance.odd_steps import set_gradients
-from tests.conformance.reference import Script, train_alone
-from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
-from tests.conformance.settings import SOON_S
+from tests.conformance.scripts import BATCH_SIZE, launched, samples
 
-SERVERS, JOINT = ("ps-bsp", "ps-ssp", "ps-asp"), ("all-reduce", "ps-bsp")
-ALONE = ("gossip", "local-sgd")
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "all-reduce": {},
-    "ps-bsp": {},
-    "ps-ssp": {},
-    "ps-asp": {},
-    "gossip": {"own_scores": False},
-    "local-sgd": {"every": 3},
-}
-
-EVERYWHERE = tuple(STRATEGIES)
-DRIFT = r"after step \d+ parameter '.*' is not the same on all ranks: on rank 1 .*Make the same change on every rank"
-IN_PLACE = r"step \d: the script changed parameters in place on rank \d, but the servers own them.*or use all-reduce"
 MOVED = r"step \d: parameter '1.weight' was moved or replaced after prepare on rank \d.*before prepare"
-NO_GRADIENT = r"parameter '1\.weight' has no gradient on rank \d.*or use all-reduce"
 STATE = r"rank \d: the script changes or reads optimizer.state, which the servers hold; .*or use all-reduce"
 ATTRIBUTE = r"servers cannot build Damped from its own settings: its attribute 'damping' is 0.25 .*or use all-reduce"
 TWO_PASSES = r"rank \d: the script goes on with a pass over the loader after it has begun another.*two loaders by name"
 FILTERS = r"rank \d, epoch 0: of 4 samples the DataLoader's collation gives \d in batch \d.*Subset"
-TOGETHER = r"(leave out a batch or a step only where all do|every rank must step alike)"
 JOINED = r"rank \d, epoch 0: a loss goes backward that .* made of batches (10, )?11, 12, .*Call backward\(\) for each"
 NOT_TOLD = r"rank \d, epoch 0: .* nothing tells which of the batches 11, 12 it trained on.*drop_last=True"
 HOOK = r"rank \d: a hook of the script on the gradient of '\d\.(weight|bias)' clips it.*between loss\.backward\(\) and"
@@ -66,12 +61,10 @@ SUM_BY_HAND = r"rank \d: the loss is a sum over the batch \(sum\(\)\).*take the 
 LOOP = r"rank \d: the loss is a sum over the batch \(4 terms, one a sample\).*take the mean"
 RATE = r"(step|round) \d+ param group 0: lr is .* on rank 1.*all_reduce"
 PASS = r"in a backward pass parameter '\d\.weight' was not the same on ranks 0 and 1.*torch\.Generator of the same seed"
-SAME_STEP = r"all_gather in the training loop needs all workers at the same step.*worker\.meeting"
 OWN_CHANGE = r"step \d: the script has changed the mean gradient of '\d\.weight' on rank 1 .*what worker\.all_reduce"
 CONVERTED = r"parameter '\d\.\w+' (is torch.float32 instead of|was moved or converted).*convert it before prepare"
 BESIDE = r"rank \d: the script takes a batch for every step from a loader of TensorDataset .*give prepare every loader"
 ALIKE = r"all 2 ranks compute the same gradients, step after step, .*Loop over what prepare returned"
-OWN_DIVISOR = r"the loss at .* is divided by .* each worker's own batch"
 OTHER_ORDER = r"epoch 1: the sampler of the loader 'loader' draws another order on rank 1 .*the same on every rank"
 LATE = r"step 5: the script changed gradients .* on rank \d.*use --option combine=always"
 UNUSED = r"step 1: parameter '(heads\.0|1)\.weight' has no gradient on rank \d.*or use all-reduce"
@@ -211,7 +204,6 @@ QUICK = (
 )
 SCRIPTS = odd_hunted.SCRIPTS | odd_habits.SCRIPTS | odd_recipes.SCRIPTS | odd_data.SCRIPTS
 SCRIPTS |= odd_batches.SCRIPTS | odd_weights.SCRIPTS | odd_losses.SCRIPTS
-ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 
 
 def refusal(name: str, strategy: str) -> str | None:
@@ -246,25 +238,6 @@ def test_hunted_scripts(engine: str, strategy: str, name: str, tmp_path: Path) -
     is_own = name in OWN and not (name in (*DIVIDED, *TOLD) and strategy not in JOINT)
     is_compared = not is_own and (strategy in JOINT or name not in RANDOM)
     judge(SCRIPTS[name], engine, strategy, refusal(name, strategy), tmp_path, is_compared=is_compared)
-
-
-def judge(script: Script, engine: str, strategy: str, says: str | None, out: Path, *, is_compared: bool) -> None:
-    """Two workers do what one process does with the combined batches, or are told what it `says`, at once. Where
-    workers' models differ by design, one worker does what one process does."""
-    run = partial(ENGINES[engine].run, partial(launched, script), strategy=strategy, options=STRATEGIES[strategy])
-    if says is not None:
-        began_s = time.monotonic()
-        with pytest.raises(RunFailed, match=f"(?s){says}"):
-            run(workers=2, out=out)
-        assert time.monotonic() - began_s < SOON_S
-        return
-    result = run(workers=2, out=out / "two")
-    assert all(tensor.isfinite().all() for tensor in result.model_state().values())
-    if is_compared and strategy in JOINT:
-        assert_close(result.model_state(), train_alone(script, 2), EXACT)
-    elif is_compared:
-        alone = run(workers=1, out=out / "one")
-        assert_close(alone.model_state(), train_alone(script, 1), EXACT)
 
 
 @pytest.mark.slow

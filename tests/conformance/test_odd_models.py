@@ -19,10 +19,11 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, Adam, Muon
 
 from paceline.errors import RunFailed
-from tests.conformance import local_engine, virtual_engine
 from tests.conformance import odd_loops as loops
 from tests.conformance import odd_models as odd
 from tests.conformance import odd_steps as steps
+from tests.conformance import virtual_engine
+from tests.conformance.odd_judging import ENGINES
 from tests.conformance.reference import Script, train_alone
 from tests.conformance.scripts import (
     EXACT,
@@ -296,7 +297,6 @@ ODD = (
     odd_row("compiled", model=lambda: torch.compile(perceptron(), backend="eager"), only_on="virtual"),  # type: ignore[return-value,arg-type]
     Odd("compiled after prepare", loops.compiled_after),
 )
-ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 QUICK_IN_PROCESSES = (
     "complex parameters",
     "hooks on accumulated gradients, after",

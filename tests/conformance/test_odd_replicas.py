@@ -20,7 +20,8 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.errors import RunFailed
-from tests.conformance import local_engine, virtual_engine
+from tests.conformance import virtual_engine
+from tests.conformance.odd_judging import ENGINES
 from tests.conformance.reference import Script, train_alone
 from tests.conformance.scripts import (
     EXACT,
@@ -319,7 +320,6 @@ ODD = (
     Odd("left alone", partial(train, ends=partial(skip, at=5)), {"all-reduce": LEFT, "ps-bsp": UNEVEN}),
     Odd("left alone with a round", partial(train, ends=partial(skip, at=6)), {"all-reduce": LEFT, "ps-bsp": UNEVEN}),
 )
-ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 QUICK_IN_PROCESSES = ("frozen in turns", "noise", "own plateau", "state loaded", "left out alone", "loaded on one")
 
 

@@ -1,5 +1,5 @@
 """What trainers and libraries of the field do: each script is honoured, told, or refused at once, as in
-`test_odd_hunted`. A new kind of script is one new row here and one in `odd_copies.py`, `odd_trainers.py` or
+`test_odd_hunted.py`. A new kind of script is one new row here and one in `odd_copies.py`, `odd_trainers.py` or
 `odd_kept.py`."""
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from torch.utils.data import DataLoader
 import paceline
 from tests.conformance import odd_copies, odd_kept, odd_trainers, virtual_engine
 from tests.conformance.odd_hunted import train
-from tests.conformance.odd_trainers import Advancing
-from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
-from tests.conformance.test_odd_hunted import (
+from tests.conformance.odd_judging import (
     ALONE,
     DRIFT,
     EVERYWHERE,
@@ -31,6 +29,8 @@ from tests.conformance.test_odd_hunted import (
     TOGETHER,
     judge,
 )
+from tests.conformance.odd_trainers import Advancing
+from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
 
 ANOTHER = r"SGD steps the parameter '\d\.\w+' of a prepared model.*give prepare every optimizer, by name"
 REPLACED = r"parameter '.*' was moved or replaced after prepare on rank \d.*before prepare"

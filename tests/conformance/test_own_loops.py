@@ -18,9 +18,9 @@ from paceline.engines.standing import Progress
 from paceline.errors import RunFailed
 from tests.conformance import local_engine, virtual_engine
 from tests.conformance.local_engine import STOP_FILE
+from tests.conformance.odd_judging import ENGINES
 from tests.conformance.rows import prepared
 
-ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 WORKERS, STEPS = 3, 8
 
 

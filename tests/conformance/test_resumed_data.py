@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.errors import RunFailed
 from tests.conformance import local_engine, virtual_engine
+from tests.conformance.odd_reading import NUM_WORKERS, Stream, ahead, in_chunks, in_thread, stream, train
 from tests.conformance.reference import Script
 from tests.conformance.scripts import BATCH_SIZE, launched, samples
-from tests.conformance.test_odd_scripts import NUM_WORKERS, Stream, ahead, in_chunks, in_thread, stream, train
 
 
 class Shuffled(Stream):

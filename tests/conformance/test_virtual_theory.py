@@ -217,7 +217,7 @@ def test_a_worker_sends_no_more_than_a_few_pieces_ahead_of_the_answers(
 
     def noted_delivery(carrier: VirtualCarrier, server: int, message: Message) -> None:
         if message.kind is Kind.ANSWER:
-            under_way[server, carrier._client._rank] -= 1  # type: ignore[union-attr]
+            under_way[server, carrier._client.rank] -= 1  # type: ignore[union-attr]
         deliver(carrier, server, message)
 
     monkeypatch.setattr(VirtualServer, "receive", noted_receipt)
@@ -306,7 +306,7 @@ def test_waiting_for_a_slow_connection_is_counted_once_piece_by_piece(
     deliver = VirtualCarrier.deliver
 
     def noted(carrier: VirtualCarrier, server: int, message: Message) -> None:
-        counted_s[carrier._client._rank] += message.waiting_s  # type: ignore[union-attr]
+        counted_s[carrier._client.rank] += message.waiting_s  # type: ignore[union-attr]
         deliver(carrier, server, message)
 
     monkeypatch.setattr(VirtualCarrier, "deliver", noted)

@@ -18,6 +18,20 @@ def hosts(program_forks: str) -> Iterator[Network]:
         yield net
 
 
+@pytest.fixture(scope="module")
+def cluster(program_forks: str) -> Iterator[str]:
+    """A Ray cluster that outlives the commands; most of a short command is else the start of one."""
+    from ray.cluster_utils import Cluster
+
+    from paceline.engines.ray.tokens import own_token
+
+    node = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000}
+    with own_token():
+        cluster = Cluster(initialize_head=True, head_node_args=node)
+        yield cluster.address
+        cluster.shutdown()
+
+
 @pytest.fixture
 def start(tmp_path: Path, program_forks: str) -> Iterator[Callable[..., Command]]:
     """Starts `paceline` (or another program) with arguments; whatever is left of it is ended after the test."""

@@ -13,14 +13,15 @@ from paceline.records import Record
 
 
 class Listener:
-    """Keeps what scripts print and what is recorded."""
+    """Keeps what scripts print, what is recorded, and how far the run was when last told."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
         self.records: list[Record] = []
+        self.progress = Progress()
 
     def on_progress(self, progress: Progress) -> None:
-        pass
+        self.progress = progress
 
     def on_output(self, who: str, line: str) -> None:
         self.lines.append((who, line))

@@ -228,3 +228,5 @@ def test_what_is_taken_for_training_data(order: list[str]) -> None:
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="leave them out"):
         trained(tmp_path, "all-reduce", split_batches=True)
+    with pytest.raises(RunFailed, match=r"the script itself exchanges, .* choose another strategy, such as all-reduce"):
+        trained(tmp_path, "horovod")

@@ -30,20 +30,23 @@ def scheduled(directory: Path, *runs: tuple[list[dict[str, Any]], int]) -> Path:
 
 @pytest.mark.timeout(900)
 def test_one_run_outlives_deaths_of_many_kinds(start: Callable[..., Command], tmp_path: Path) -> None:
-    """Memory that runs out, a joiner that dies, a worker that stops; and connections that are cut."""
+    """Memory that runs out, a joiner that dies, a worker that stops; connections that are cut, and one more worker."""
     strikes = [
         strike("worker-0", "gives its part", 6, "cut"),
         strike("worker-1", "gives its part", 9, "memory"),
         strike("worker-3", "takes a state", 1, "segfault"),
         strike("worker-2", "has the result", 60, "stop"),
         strike("worker-0", "has the result", 70, "cut"),
+        strike("worker-0", "is between steps", 20, "grow"),
     ]
     given = ["--workers", 3, "--max-steps", 100, "--schedule", scheduled(tmp_path, (strikes, 1))]
     command = start("chaos", DEMO, *given, "--out", tmp_path / "out")
     output = command.wait()
     assert command.status == 0, output
     assert ", 0 wrong; again: --schedule" in output
-    assert all(f"{kind} worker-" in output for kind in ("cut", "memory", "stop")), output
+    assert all(f"{kind} worker-" in output for kind in ("cut", "memory", "stop", "grow")), output
+    starting = {event["who"] for event in of(tmp_path / "out" / "run-1" / "out", "starting")}
+    assert {"worker-3", "worker-4"} <= starting, "in a dead one's place, and as the run was asked to grow"
     lost = {event["who"]: event["details"]["why"] for event in of(tmp_path / "out" / "run-1" / "out", "lost")}
     assert lost["worker-1"] == "it has run out of memory (MemoryError)"
     command.assert_nothing_left()

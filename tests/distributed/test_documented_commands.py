@@ -10,16 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from ray.cluster_utils import Cluster
 
 from paceline.aggregate import Aggregator
 from paceline.attacks import Attack
-from paceline.engines.ray.tokens import own_token
 from paceline.partition import Partition
 from paceline.pieces import Piece, named
 from paceline.roster import Sampler
@@ -85,16 +82,6 @@ def test_a_page_lists_every_piece_of_a_kind(page: str, kind: type[Piece]) -> Non
 
 def test_no_placeholder_is_left() -> None:
     assert [page.name for page in PAGES if "@@" in page.read_text(encoding="utf-8")] == []
-
-
-@pytest.fixture(scope="module")
-def cluster(program_forks: str) -> Iterator[str]:
-    """A Ray cluster that outlives the commands; most of a short command is else the start of one."""
-    node = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000}
-    with own_token():
-        cluster = Cluster(initialize_head=True, head_node_args=node)
-        yield cluster.address
-        cluster.shutdown()
 
 
 @pytest.mark.slow

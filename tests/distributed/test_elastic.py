@@ -37,7 +37,7 @@ def trained(directory: Path, *arguments: object, workers: int = 3, **options: ob
     log, out = directory / "log", directory / "out"
     log.mkdir()
     given = [*map(str, arguments), "--log", str(log)]
-    paceline.run(SCRIPT, workers=workers, arguments=given, out=out, watcher=Listener(), **options)
+    paceline.run(SCRIPT, workers=workers, arguments=given, out=out, **{"watcher": Listener(), **options})
     return out
 
 
@@ -74,10 +74,9 @@ def require_each_sample_once(out: Path, *, epochs: int = 2, samples: int = 96) -
     assert all(each == Counter(range(samples)) for each in counted.values())
 
 
-def require_same_model(out: Path, model: nn.Module) -> None:
+def require_same_model(out: Path, model: nn.Module, *, within: float = 1e-6) -> None:
     saved = load_file(out / "model.safetensors")
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(saved, model.state_dict(), rtol=1e-4, atol=within)
 
 
 def of(out: Path, name: str) -> list[dict]:
@@ -86,8 +85,10 @@ def of(out: Path, name: str) -> list[dict]:
 
 def test_a_worker_preempted_in_mid_step(tmp_path: Path, ray_here: None) -> None:
     """As TensorFlow's and torchft's tests of a worker that is preempted in the middle of a step."""
-    out = trained(tmp_path, "--fail", "1:5:kill", elastic="1:3")
+    listener = Listener()
+    out = trained(tmp_path, "--fail", "1:5:kill", elastic="1:3", watcher=listener)
     (lost,), (reformed,) = of(out, "lost"), of(out, "reformed")
+    assert listener.progress.num_workers == 2
     assert (lost["who"], lost["details"]["why"], lost["details"]["left"]) == ("worker-1", "its process ended", 2)
     assert (reformed["details"]["ranks"], reformed["details"]["step"]) == ([0, 2], 4)
     require_each_sample_once(out)
@@ -125,17 +126,27 @@ def test_whoever_dies_the_model_is_the_undisturbed_one(tmp_path, ray_here, fault
 
 
 @pytest.mark.slow
-def test_workers_die_whose_gradients_are_coded(tmp_path: Path, ray_here: None) -> None:
-    """One in its backward pass, one before it encodes, and one with an encoded gradient that nobody has."""
-    # A codec that leaves out nothing, so that the model is to be the undisturbed one.
-    strategy = "all-reduce:codec=top-k:codec.ratio=1:codec_scope=all"
+@pytest.mark.parametrize(
+    ("codec", "call", "within"),
+    [
+        ("top-k:codec.ratio=1", "9:{}:Messages.all_to_all", 1e-6),
+        ("powersgd:codec.rank=64:codec.least=0:codec.start=0", "17:{}:Messages.average", 0.05),
+    ],
+)
+def test_workers_die_whose_gradients_are_coded(
+    tmp_path: Path, ray_here: None, codec: str, call: str, within: float
+) -> None:
+    """One in its backward pass, one before it encodes, and one with an encoded gradient that nobody has. The means lack
+    nothing, so that the model is to be the undisturbed one, but for what the dead owed: of powersgd's, their own
+    matrices where the mean's columns do not span them."""
     exchange = "paceline.strategies.exchange"
     given = ["--fail", "1:3:kill", "--fail-at", f"3:5:{exchange}:Exchange.start"]
-    given += ["--fail-at", f"0:9:{exchange}:Messages.all_to_all"]
+    given += ["--fail-at", f"0:{call.format(exchange)}"]
+    strategy = f"all-reduce:codec={codec}:codec_scope=all"
     out = trained(tmp_path, *given, workers=4, strategy=strategy, elastic="1:4")
     assert sorted(event["who"] for event in of(out, "lost")) == ["worker-0", "worker-1", "worker-3"]
     require_each_sample_once(out)
-    require_same_model(out, undisturbed(workers=4))
+    require_same_model(out, undisturbed(workers=4), within=within)
 
 
 @pytest.mark.slow

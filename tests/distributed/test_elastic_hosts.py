@@ -24,8 +24,8 @@ from tests.distributed.harness import PACELINE, SCRIPTS, pids, wait_until
 from tests.distributed.own_network import own_network
 from tests.distributed.test_elastic import of, require_each_sample_once, require_same_model, undisturbed
 from tests.distributed.test_elastic_gossip import make
-from tests.distributed.test_elastic_gossip import require_replayed as require_replayed_exchanges
-from tests.distributed.test_elastic_rounds import require_replayed
+from tests.distributed.test_elastic_gossip import require_replayed as require_mixed
+from tests.distributed.test_elastic_rounds import require_replayed_exchanges
 from tests.distributed.test_elastic_servers import require_whole, updates
 from tests.distributed.test_joining import held, iterations_of, joined
 from tests.gossip_replay import Replay
@@ -154,11 +154,14 @@ def workers_join_on_a_host_that_comes(network: Network, address: str, directory:
     print("reformed after", [event["details"]["took_s"] for event in of(out, "reformed")])
 
 
-def workers_join_and_die_in_rounds(network: Network, address: str, directory: Path, *, codec: str = "") -> None:
-    """One process replays what the workers have written down, and comes to the same model, to which the codec leaves
-    all."""
+def workers_join_and_die_in_rounds(
+    network: Network, address: str, directory: Path, *, more: str = "", within: float = 1e-6
+) -> None:
+    """One process replays what the workers have written down, and comes to the same model, to which a codec leaves
+    all, but for what the dead owed."""
+    strategy = f"diloco:every=2{more}"
     given = ["--epochs", 3, *held(2), "--fail", "1:9:kill"]
-    options = ["--strategy", f"diloco:every=2{codec}"]
+    options = ["--strategy", strategy]
     process, out = start(network, address, directory, *given, workers=3, samples=96, step_s=0.02, options=options)
     wait_for(process, out, num_steps=4)
     assert "3 workers train; 1 more start" in scale(network, out, 4)
@@ -166,7 +169,7 @@ def workers_join_and_die_in_rounds(network: Network, address: str, directory: Pa
     end(process)
     assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
     assert joined(out) == [3]
-    require_replayed(out, strategy="diloco")
+    require_replayed_exchanges(out, strategy, workers=3, epochs=3, within=within)
 
 
 def workers_join_and_die_between_neighbours(network: Network, address: str, directory: Path) -> None:
@@ -181,7 +184,7 @@ def workers_join_and_die_between_neighbours(network: Network, address: str, dire
     end(process)
     assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
     assert joined(out) == [3]
-    require_replayed_exchanges(out, Replay(make, Ring()), epochs=3)
+    require_mixed(out, Replay(make, Ring()), epochs=3)
 
 
 def nobody_goes_on_alone_on_the_other_side(network: Network, address: str, directory: Path) -> None:
@@ -251,7 +254,10 @@ def test_workers_join_and_none_is_left_alone(four_hosts: Network, tmp_path: Path
     address = network.start_ray(3)
     workers_join_on_a_host_that_comes(network, address, tmp_path / "joins")
     workers_join_and_die_in_rounds(network, address, tmp_path / "rounds")
-    workers_join_and_die_in_rounds(network, address, tmp_path / "coded", codec=":codec=top-k:codec.ratio=1")
+    low_rank = ":codec=powersgd:codec.rank=64:codec.least=0:codec.start=0"
+    workers_join_and_die_in_rounds(network, address, tmp_path / "coded", more=":codec=top-k:codec.ratio=1")
+    workers_join_and_die_in_rounds(network, address, tmp_path / "low-rank", more=low_rank, within=0.05)
+    workers_join_and_die_in_rounds(network, address, tmp_path / "delayed", more=":delay=1:alpha=0.5")
     workers_join_and_die_between_neighbours(network, address, tmp_path / "neighbours")
     chaos_strikes_links_and_nodes(network, address, tmp_path / "chaos")
     nobody_goes_on_alone_on_the_other_side(network, address, tmp_path / "alone")

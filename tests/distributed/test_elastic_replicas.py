@@ -22,7 +22,7 @@ from benchmarks.namespaces import Host, Network
 from paceline.engines.ray.letting_go import LettingGo
 from tests.distributed.harness import is_training, pids, wait_until
 from tests.distributed.own_network import own_network
-from tests.distributed.test_elastic import SCRIPT, of, trained
+from tests.distributed.test_elastic import SCRIPT, of, require_same_model, trained, undisturbed
 from tests.distributed.test_elastic_hosts import (
     BETWEEN_SERVERS,
     PATIENCE_S,
@@ -124,6 +124,19 @@ def test_a_worker_and_a_server_die_at_once(tmp_path: Path, ray_here: None, strat
     require_the_others_updates(out, server=0, gradients=48)
     if strategy == "ps-asp":  # there each gradient is an update, so that the model tells
         require_counted(out, times=2)
+
+
+def test_updates_are_of_whole_batches_when_a_worker_and_a_server_die_at_once(tmp_path: Path, ray_here: None) -> None:
+    """Whoever takes over has what earlier rounds of the update have brought."""
+    out = tmp_path / "out"
+    with struck(out, 0, when=(tmp_path / "log" / "struck-1").exists):
+        trained(
+            tmp_path, "--fail", "1:5:kill", "--step-s", 0.02, strategy="ps-bsp", options=COPIES, elastic="1:3",
+            global_batch="keep", eval_every=8,
+        )  # fmt: skip
+    require_taken_over(out, 0)
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
+    require_same_model(out, undisturbed())
 
 
 def struck_before(monkeypatch: pytest.MonkeyPatch, out: Path, server: int, number: int) -> None:

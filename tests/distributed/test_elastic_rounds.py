@@ -20,6 +20,9 @@ import paceline
 from paceline.outer import Average, Nesterov, Outer
 from tests.distributed.test_elastic import OPTIMIZERS, SCRIPT, of, trained
 from tests.distributed.test_joining import held, joined, meanwhile
+from tests.gossip_replay import Replica
+from tests.rounds_replay import Exchange, Replay
+from tests.rounds_replay import rounds_of as strategy_of
 
 pytestmark = pytest.mark.ray
 EXCHANGE = "paceline.strategies.outer_model:OuterModel"
@@ -113,8 +116,8 @@ def replayed(out: Path, *, outer: Outer, optimizer: str = "momentum") -> nn.Modu
 def require_replayed(out: Path, *, strategy: str, epochs: int = 3, optimizer: str = "momentum") -> None:
     require_each_sample_once(out, epochs=epochs)
     saved = load_file(out / "model.safetensors")
-    for name, tensor in replayed(out, outer=OUTER[strategy], optimizer=optimizer).state_dict().items():
-        torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-6)
+    expected = replayed(out, outer=OUTER[strategy], optimizer=optimizer).state_dict()
+    torch.testing.assert_close(saved, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -178,6 +181,92 @@ def test_a_run_goes_on_with_another_number_of_workers(tmp_path: Path, ray_here: 
     require_replayed(out, strategy="diloco", epochs=2)
 
 
+def exchanges_of(out: Path, *, every: int, fragments: int, workers: int) -> list[Exchange]:
+    """Each round has one a fragment; events count them, and say which one a worker joined in or was lost before."""
+    rounds: dict[int, dict[int, list[list[int]]]] = defaultdict(lambda: defaultdict(list))
+    for path in (out.parent / "log").glob("rank-*"):
+        for line in path.read_text().splitlines():
+            _, iteration, *index = map(int, line.split())
+            rounds[iteration][int(path.name[5:])].append(index)
+    since = dict.fromkeys(range(workers), 0)
+    since |= {rank: each["details"]["step"] for each in of(out, "reformed") for rank in each["details"]["joined"]}
+    ends = [-(-every * (fragment + 1) // fragments) for fragment in range(-1, fragments)]
+    found = []
+    for place, iteration in enumerate(sorted(rounds)):
+        for fragment in range(fragments):
+            number = place * fragments + fragment
+            there = [rank for rank, first in since.items() if first <= number < committed_until(out, rank)]
+            parts = {rank: rounds[iteration][rank][ends[fragment] : ends[fragment + 1]] for rank in there}
+            before = min(found[-1].parts) if found else 0
+            found.append(Exchange(parts, {rank: before for rank in there if since[rank] == number}))
+    return found
+
+
+def as_replica(optimizer: str) -> Replica:
+    made = Worker(optimizer)
+    return Replica(made.model, made.optimizer, made.inputs, made.labels, made.scheduler)
+
+
+def require_replayed_exchanges(
+    out: Path, strategy: str, *, workers: int, epochs: int, optimizer: str = "momentum", within: float = 1e-6
+) -> None:
+    """With moments, fragments and delays: each sample counts once a pass. `workers`: at the start."""
+    rounds = strategy_of(strategy)
+    replay = Replay(lambda: as_replica(optimizer), rounds)
+    exchanges = exchanges_of(out, every=rounds.every, fragments=rounds.fragments, workers=workers)
+    counted = Counter(i for one in exchanges for parts in one.parts.values() for part in parts for i in part)
+    assert counted == Counter(dict.fromkeys(range(96), epochs))
+    for one in exchanges:
+        replay.exchange(one)
+    saved = load_file(out / "model.safetensors")
+    for (name, _), own in zip(Worker(optimizer).model.named_parameters(), replay.shared, strict=True):
+        torch.testing.assert_close(saved[name], own.detach(), rtol=1e-4, atol=within)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [
+        ("local-sgd:every=4:momentum_every=1", "momentum"),
+        ("des-loc:every=2:momentum_every=1:variance_every=2", "adamw"),
+        ("diloco:every=4:fragments=2", "momentum"),
+        ("diloco:every=4:delay=2:alpha=0.5", "momentum"),
+    ],
+)
+def test_one_joins_and_another_dies_with_moments_fragments_and_a_delay(
+    tmp_path: Path, ray_here: None, strategy: str, optimizer: str
+) -> None:
+    given = ["--epochs", 3, *held(2), "--optimizer", optimizer, "--fail", "1:18:kill"]
+    with meanwhile(tmp_path, {2: 3}):
+        out = trained(tmp_path, *given, workers=2, strategy=strategy, elastic="1:3")
+    assert (joined(out), [event["who"] for event in of(out, "lost")]) == ([2], ["worker-1"])
+    require_replayed_exchanges(out, strategy, workers=2, epochs=3, optimizer=optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "fault", "last"),
+    [
+        ("local-sgd:every=2:momentum_every=1", "3:2:paceline.strategies.joined_states:JoinedStates.average", 3),
+        ("local-sgd:every=2:momentum_every=1", "1:3:paceline.strategies.joined_states:JoinedStates.take_up", 1),
+        ("diloco:every=2:fragments=2", f"0:3:{EXCHANGE}.wait", 0),
+        ("diloco:every=4:delay=2:alpha=0.5", f"2:7:{EXCHANGE}.is_under_way", 2),
+    ],
+    ids=[
+        "before moments are averaged",
+        "with moments that nobody has taken up",
+        "between fragments",
+        "while its part is on its way",
+    ],
+)
+def test_one_dies_in_an_exchange_of_several_parts(
+    tmp_path: Path, ray_here: None, strategy: str, fault: str, last: int
+) -> None:
+    out = trained(tmp_path, "--fail-at", fault, "--epochs", 2, workers=4, strategy=strategy, elastic="1:4")
+    assert [event["who"] for event in of(out, "lost")] == [f"worker-{last}"]
+    require_replayed_exchanges(out, strategy, workers=4, epochs=2)
+
+
 @pytest.mark.slow
 def test_one_joins_within_a_round_and_another_leaves(tmp_path: Path, ray_here: None) -> None:
     given = ["--epochs", 3, *held(2, 6), "--optimizer", "adamw"]
@@ -186,3 +275,19 @@ def test_one_joins_within_a_round_and_another_leaves(tmp_path: Path, ray_here: N
     assert joined(out) == [2]
     assert [event["who"] for event in of(out, "left")] == ["worker-2"]
     require_replayed(out, strategy="diloco", optimizer="adamw")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["gossip", "local-sgd:every=1"])
+def test_one_dies_before_and_one_when_a_codec_is_chosen(tmp_path: Path, ray_here: None, strategy: str) -> None:
+    """Those who are left choose alike, by their own clocks, once: otherwise they would wait for one another for ever.
+    The first death has them begin to measure anew."""
+    options = ":codec=auto:codec.among=bf16:codec.after=4:codec_scope=all"
+    given = ["--fail", "1:3:kill", "--fail-at", "3:6:paceline.strategies.choosing:Choosing.step_ended", "--epochs", 3]
+    out = trained(tmp_path, *given, workers=4, strategy=f"{strategy}{options}", elastic="1:4")
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1", "worker-3"]
+    require_each_sample_once(out, epochs=3)
+    told = [event["details"]["codec"] for event in of(out, "tuned") if "codec" in event["details"]]
+    assert len(told) == 1
+    assert told[0].partition(":")[0] in ("none", "bf16")
+    assert all(tensor.isfinite().all() for tensor in load_file(out / "model.safetensors").values())

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import paceline
 from paceline.checkpoint_files import from_newest, iteration_of
@@ -226,17 +228,83 @@ def test_one_joins_and_leaves(tmp_path: Path, ray_here: None, strategy: str, ser
 
 
 @pytest.mark.slow
-def test_who_dies_is_replaced(tmp_path: Path, ray_here: None) -> None:
-    """The new one meets the other at the end alone. Loaders have fetched ahead what they do not give back. The dead one
-    comes to its step before the hold, since the other is three steps ahead of it at most."""
-    with meanwhile(tmp_path, (8, None, {"ready": 1}), (14, None, {"let_in": 1})):
+@pytest.mark.parametrize(
+    ("faults", "options"),
+    [
+        (["--fail", "0:6:kill", "--fail", "2:6:kill"], {"optimizer": "sgd"}),
+        (["--fail", "0:3:kill", "--fail", "1:9:segfault"], {"optimizer": "adamw", "loaders": 2}),
+        (["--fail-at", f"1:16:{BEFORE_ASKING}"], {}),
+        (["--fail-at", f"2:17:{BEFORE_ASKING}", "--fail", "1:16:kill"], {}),
+    ],
+    ids=["two at once", "the first, then one with loaders", "asking one", "asking the other, and in the last step"],
+)
+def test_updates_are_of_whole_batches_whoever_dies(tmp_path: Path, ray_here: None, faults, options) -> None:
+    given = [*faults, *(word for name, value in options.items() for word in (f"--{name}", value))]
+    out = trained(
+        tmp_path, *given, strategy="ps-bsp", options={"servers": 2}, elastic="1:3", global_batch="keep", eval_every=4
+    )
+    assert len(of(out, "lost")) == len(faults) // 2
+    options.pop("loaders", None)
+    require_same_model(out, undisturbed(**options))
+    evaluations = [json.loads(line) for line in (out / "evaluations.jsonl").read_text().splitlines()]
+    assert [(each["iteration"], each["samples"]) for each in evaluations[-4:]] == [(n, 12 * n) for n in (4, 8, 12, 16)]
+    assert set(Counter(updates(out)).values()) == {1}
+
+
+@pytest.mark.slow
+def test_updates_are_of_whole_batches_whoever_joins_and_leaves(tmp_path: Path, ray_here: None) -> None:
+    turns = [(5, 3, {"ready": 1}), (12, None, {"let_in": 1}), (20, 2, {})]
+    with meanwhile(tmp_path, *turns):
         out = trained(
-            tmp_path, "--epochs", 3, "--fail", "1:2:kill", "--loaders", 1, *held(8, 14), workers=2,
-            strategy="ps-ssp", elastic="1:2", replace=1,
+            tmp_path, "--epochs", 3, *held(5, 12, 20), workers=2, strategy="ps-bsp", elastic="1:3",
+            global_batch="keep", eval_every=16, checkpoint_every=16,
+        )  # fmt: skip
+    assert joined(out) == [2]
+    assert [event["who"] for event in of(out, "left")] == ["worker-2"]
+    require_same_model(out, undisturbed(workers=2, epochs=3))
+    assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 288
+    assert any(worker == 2 for _, worker, _ in updates(out))
+
+
+@pytest.mark.slow
+def test_what_codecs_leave_out_is_owed(tmp_path: Path, ray_here: None) -> None:
+    """Three of a half's elements go with each push, of four and what is owed. Of one that is killed what it owes is
+    lost; one that leaves owes nothing. Nobody comes to the hold before the one is dead, which they would wait for."""
+    strategy = "ps-ssp:staleness=1:codec=top-k:codec.ratio=0.03:codec_scope=all"
+    with meanwhile(tmp_path, (24, 1, {})):
+        out = trained(
+            tmp_path, "--tally", "--owed", "--fail", "1:5:kill", *held(24), strategy=strategy,
+            options={"servers": 2}, elastic="1:3",
         )  # fmt: skip
     assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
-    assert joined(out) == [2]
-    assert of(out, "reformed")[-1]["details"]["ranks"] == [0, 2]
+    assert [event["who"] for event in of(out, "left")] == ["worker-2"]
+    require_each_sample(out, times=2)
+    require_whole(out, servers=2)
+    said = {rank: (tmp_path / "log" / f"owed-{rank}").read_text().split() for rank in range(3)}
+    owed = {rank: torch.tensor([float(each) for each in own]).view(2, 96) for rank, own in said.items()}
+    assert owed[0].any()
+    assert owed[1].any()
+    assert not owed[2].any()
+    model = load_file(out / "model.safetensors")
+    halves = torch.stack([model["halves.0"], model["halves.1"]])
+    assert torch.equal(halves - torch.stack([*owed.values()]).sum(0), torch.full((2, 96), 2.0))
+
+
+@pytest.mark.slow
+def test_who_dies_is_replaced(tmp_path: Path, ray_here: None) -> None:
+    """Also where its successor dies before it has joined. The one after that meets the other at the end alone. Loaders
+    have fetched ahead what they do not give back. The dead one comes to its step before the hold, since the other is
+    three steps ahead of it at most."""
+    turns = [(8, None, {"ready": 1}), (14, None, {"not_joined": 1, "ready": 2}), (20, None, {"let_in": 1})]
+    with meanwhile(tmp_path, *turns):
+        out = trained(
+            tmp_path, "--epochs", 3, "--fail", "1:2:kill", "--fail-to-join", "2:taking", "--loaders", 1,
+            *held(8, 14, 20), workers=2, strategy="ps-ssp", elastic="1:2", replace=2,
+        )  # fmt: skip
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
+    assert [event["who"] for event in of(out, "not_joined")] == ["worker-2"]
+    assert joined(out) == [3]
+    assert of(out, "reformed")[-1]["details"]["ranks"] == [0, 3]
     require_each_sample(out, times=3)
     require_whole(out, servers=1, gradients=72)
     assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 288
@@ -254,7 +322,7 @@ def test_deaths_around_a_join(tmp_path: Path, ray_here: None) -> None:
             tmp_path, "--epochs", 3, *faults, *held(5, 12), workers=2, strategy="ps-bsp", options={"servers": 2},
             elastic="1:5",
         )  # fmt: skip
-    assert [event["who"] for event in of(out, "lost")] == ["worker-0", "worker-3"]
+    assert {event["who"] for event in of(out, "lost")} == {"worker-0", "worker-3"}
     why = {event["who"]: event["details"]["why"] for event in of(out, "not_joined")}
     assert why.keys() == {"worker-2", "worker-4"}
     assert "would join with another model: only one of the two has 5." in why["worker-4"]

@@ -32,10 +32,15 @@ def scale(directory: Path, workers: int) -> str:
 
 
 @contextmanager
-def meanwhile(directory: Path, numbers: Mapping[int, int], *, comes: Sequence[str] = ("ready",)) -> Iterator[list[str]]:
+def meanwhile(
+    directory: Path, numbers: Mapping[int, int], *, comes: Sequence[str] = ("ready",), unrecorded: int = 0
+) -> Iterator[list[str]]:
     """At each of these iterations, before which all wait, asks for so many workers; gives what was answered.
 
-    `comes`: the events that say of a new one that it is there, or will not be.
+    Args:
+        comes: the events that say of a new one that it is there, or will not be.
+        unrecorded: steps before an iteration that may have no record while all wait, since their workers know of
+            others' meanwhile.
     """
     out, said, failures = directory / "out", list[str](), list[BaseException]()
 
@@ -46,7 +51,8 @@ def meanwhile(directory: Path, numbers: Mapping[int, int], *, comes: Sequence[st
         try:
             assert wait_until(lambda: out.exists() and is_training(out))
             for iteration, number in numbers.items():
-                assert wait_until(lambda i=iteration: i in iterations_of(out))
+                recorded = iteration - unrecorded
+                assert wait_until(lambda i=recorded: max(iterations_of(out), default=0) >= i)
                 before, size = coming(), num_workers(out, at_start=2) + len(waiting(out))
                 said.append(scale(out, number))
                 wanted = before + max(0, number - size)

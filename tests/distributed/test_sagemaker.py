@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.namespaces import Network
-from tests.distributed.test_slurm import write_script
+from tests.distributed.small_script import write_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1800)]
 NAMES = ("algo-1", "algo-2")

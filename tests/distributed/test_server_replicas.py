@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,18 @@ SOON_S = 240.0  # of a busy machine; the deadline is 300 s
 Start = Callable[..., Command]
 
 
-def begin(start: Start, out: Path, strategy: str, *faults: object, steps: int = NUM_STEPS, **options: int) -> Command:
+def begin(
+    start: Start,
+    out: Path,
+    strategy: str,
+    *faults: object,
+    steps: int = NUM_STEPS,
+    elastic: Sequence[str] = (),
+    **options: int,
+) -> Command:
     chosen = [f"--option={name}={value}" for name, value in options.items()]
     return start(
-        "run", TRAIN, "--strategy", strategy, "--workers", 2, "--eval-every", 40, "--out", out, *chosen, "--",
+        "run", TRAIN, "--strategy", strategy, "--workers", 2, "--eval-every", 40, "--out", out, *elastic, *chosen, "--",
         *faults, "--step-s", 0.01, "--steps", steps, "--results", out,
     )  # fmt: skip
 
@@ -125,6 +133,30 @@ def test_two_replicas_outlive_two_deaths(start: Start, tmp_path: Path) -> None:
     assert taken[0] == ("server-2", 0)
     assert sorted(taken[1:]) == [("server-1", 0), ("server-1", 2)]
     assert_equal(checkpoint(out).model, checkpoint(whole).model)
+
+
+@pytest.mark.parametrize("elastic", [(), ("--elastic", "1:2")])
+def test_copies_are_made_anew(start: Start, tmp_path: Path, elastic: tuple[str, ...]) -> None:
+    """Each key range has two copies, and lives through the deaths of both that had it at first."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    output = begin(start, whole, "ps-bsp", steps=400, servers=3, replicas=1).wait()
+    assert checkpoint(whole).iteration == 400, output
+    command = begin(start, out, "ps-bsp", steps=400, servers=3, replicas=1, elastic=elastic)
+    assert wait_until(lambda: num_steps(out) > 20)
+    kill(out, 1)
+    assert wait_until(lambda: len(of(out, "copied")) == 2, within_s=SOON_S)
+    before = num_steps(out)
+    assert wait_until(lambda: num_steps(out) > before)
+    kill(out, 0)
+    output = command.wait()
+    assert command.status == 0, output
+    assert [event["who"] for event in of(out, "server_lost")] == ["server-1", "server-0"]
+    assert not of(out, "not_copied")
+    assert all(event["details"]["copies"] == 2 for event in of(out, "copied"))
+    assert {event["details"]["key_range"] for event in of(out, "taken_over") if event["who"] == "server-2"} == {0, 1}
+    assert_equal(checkpoint(out).model, checkpoint(whole).model)
+    assert_equal(checkpoint(out).optimizer, checkpoint(whole).optimizer)
+    command.assert_nothing_left()
 
 
 def test_the_death_of_every_copy_ends_the_run(start: Start, tmp_path: Path) -> None:

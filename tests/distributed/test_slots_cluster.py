@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.test_slurm import write_script
+from tests.distributed.small_script import write_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("forked_programs")]
 

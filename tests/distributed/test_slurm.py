@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
+from safetensors.torch import load_file
 
 from paceline.checkpoint import FILE_NAME
 from paceline.engines.scripting import read_script
@@ -25,13 +20,12 @@ from paceline.lab.study import Study
 from paceline.scheduler import expand
 from tests.conformance import local_engine
 from tests.distributed.harness import events
-from tests.ports import free_port
+from tests.distributed.slurm_cluster import WITHIN_S, Slurm, left_of, started
+from tests.distributed.small_script import lines_by_rank, write_script
 from tests.unit.test_scheduler import hostlists
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 MISSING = [name for name in DAEMONS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
-WITHIN_S = 400.0
-PACELINE = str(Path(sys.executable).with_name("paceline"))
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,200 +33,21 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="SLURM's daemons are to run as root"),
 ]
 
-CONFIGURATION = """
-ClusterName=test
-SlurmctldHost=localhost
-SlurmctldPort={controller}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={home}/munge.socket
-MpiDefault=none
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerType=sched/builtin
-ReturnToService=2
-SlurmctldPidFile={home}/controller.pid
-SlurmdPidFile={home}/%n.pid
-SlurmdSpoolDir={home}/spool-%n
-StateSaveLocation={home}
-NodeName=n1 NodeHostname=localhost Port={first} CPUs=2
-NodeName=n2 NodeHostname=localhost Port={second} CPUs=2
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
-
-
-class Slurm:
-    """What the tests ask of it."""
-
-    def __init__(self, home: Path, environment: dict[str, str]) -> None:
-        self.home, self.environment = home, environment
-        self.daemons: list[subprocess.Popen[bytes]] = []
-
-    def start(self, *command: str) -> None:
-        """A daemon, whose words go to a file called after it."""
-        with (self.home / f"{command[0]}{command[-1] if command[0] == 'slurmd' else ''}.out").open("ab") as log:
-            self.daemons.append(
-                subprocess.Popen(
-                    command, env=self.environment, stdout=log, stderr=log, start_new_session=True, cwd=self.home
-                )
-            )
-
-    @contextmanager
-    def dead(self, host: str) -> Iterator[None]:
-        """All that runs on the host is killed at once, its daemon too, and it is back afterwards."""
-        processes = list(self._on(host))
-        # All at once: srun leaves a process behind that ends the step on the other hosts as soon as srun is dead.
-        for strike in (psutil.Process.suspend, psutil.Process.kill):
-            for process in processes:
-                with suppress(psutil.NoSuchProcess):
-                    strike(process)
-        self.ask("scontrol", "update", f"nodename={host}", "state=down", "reason=dead")
-        try:
-            yield
-        finally:
-            self.start("slurmd", "-D", "-N", host)
-            self._resume(host)
-
-    def _resume(self, host: str) -> None:
-        """The controller refuses it for a host that it has found to be back by itself."""
-        command, give_up_s = ["scontrol", "update", f"nodename={host}", "state=resume"], time.monotonic() + WITHIN_S
-        while "down" in self.ask("sinfo", "-h", "-n", host, "-o", "%T"):
-            subprocess.run(command, env=self.environment, capture_output=True, check=False)
-            assert time.monotonic() < give_up_s
-            time.sleep(0.2)
-
-    def _on(self, host: str) -> Iterator[psutil.Process]:
-        """Jobs' processes there, who started them, and the daemon."""
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                its = process.environ()
-                if its.get("SLURM_CONF") != self.environment["SLURM_CONF"]:
-                    continue
-                if its.get("SLURMD_NODENAME") == host:
-                    yield from (parent for parent in [process.parent()] if parent and parent.name() == "slurmstepd")
-                    yield process
-                elif process.cmdline()[-2:] == ["-N", host]:
-                    yield process
-
-    def ask(self, *command: str, **settings: Any) -> str:
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=WITHIN_S, **settings
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def submit(self, *options: str, cwd: Path) -> str:
-        """The job's number."""
-        said = self.ask(PACELINE, "slurm", *options, cwd=cwd)
-        return said.split("Submitted batch job ")[1].split(";")[0]
-
-    def state(self, job: str) -> str:
-        shown = self.ask("scontrol", "show", "job", "-o", job)
-        return dict(field.partition("=")[::2] for field in shown.split())["JobState"]
-
-    def wait(self, job: str, *states: str) -> str:
-        give_up_s = time.monotonic() + WITHIN_S
-        while (state := self.state(job)) not in states:
-            assert time.monotonic() < give_up_s, state
-            time.sleep(0.5)
-        return state
-
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    home = tmp_path_factory.mktemp("slurm")
-    home.chmod(0o755)
-    (home / "key").write_bytes(os.urandom(1024))
-    (home / "key").chmod(0o600)
-    ports = {name: free_port() for name in ("controller", "first", "second")}
-    (home / "slurm.conf").write_text(CONFIGURATION.format(home=home, **ports))
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    modules = os.pathsep.join([os.path.join(os.getcwd(), "tests", "patient"), os.getcwd()])
-    environment = {**os.environ, "SLURM_CONF": str(home / "slurm.conf"), "PATH": path, "PYTHONPATH": modules}
-    for name in ("spool-n1", "spool-n2"):
-        (home / name).mkdir()
-    files = [f"--{name}-file={home}/{name}" for name in ("key", "pid", "log", "seed")]
-    commands = [
-        ["munged", "--foreground", "--force", *files, f"--socket={home}/munge.socket"],
-        ["slurmctld", "-D"],
-        ["slurmd", "-D", "-N", "n1"],
-        ["slurmd", "-D", "-N", "n2"],
-    ]
-    made = Slurm(home, environment)
-    for command in commands:
-        made.start(*command)
-        if command[0] == "munged":
-            wait_for(home / "munge.socket")
-    try:
-        give_up_s = time.monotonic() + WITHIN_S
-        while (
-            "idle" not in subprocess.run(["sinfo"], env=environment, capture_output=True, text=True, check=False).stdout
-        ):
-            assert time.monotonic() < give_up_s
-            time.sleep(0.2)
-        yield made
-    finally:
-        for process in reversed(made.daemons):
-            process.terminate()
-        for process in made.daemons:
-            try:
-                process.wait(20.0)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+    with started(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
 
 
-def wait_for(path: Path) -> None:
-    give_up_s = time.monotonic() + WITHIN_S
-    while not path.exists():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.05)
-
-
-def left_of(job: str, slurm: Slurm) -> list[str]:
-    """Processes of the job that are still there."""
-    left = []
-    for process in psutil.process_iter():
-        try:
-            its = process.environ()
-            is_its_own = job in (its.get("SLURM_JOB_ID"), its.get("SLURM_ARRAY_JOB_ID"))
-            if is_its_own and its.get("SLURM_CONF") == slurm.environment["SLURM_CONF"]:
-                left.append(" ".join(process.cmdline())[:200])
-        except psutil.Error:
-            continue
-    return left
-
-
-SCRIPT = """
-import torch, paceline
-from torch.utils.data import DataLoader, TensorDataset
-worker = paceline.init()
-model = torch.nn.Linear(4, 1)
-data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-model, optimizer, loader = worker.prepare(model, optimizer, DataLoader(data, batch_size=8))
-import time
-from pathlib import Path
-for epoch in range({epochs}):
-    while {waits} and epoch == {epochs} - 1 and not Path({go!r}).exists():
-        time.sleep(0.05)
-    for x, y in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        time.sleep({pause_s})
-"""
-
-
-def write_script(directory: Path, *, epochs: int, pause_s: float = 0.0, waits: bool = False) -> str:
-    """`waits`: before its last pass, until there is a file `go` beside it."""
-    (directory / "train.py").write_text(
-        SCRIPT.format(epochs=epochs, pause_s=pause_s, waits=waits, go=str(directory / "go"))
-    )
-    return "train.py"
+def require_weights_of(here: Path, results: Path, *, epochs: int, strategy: str = "single", workers: int = 1) -> None:
+    """The job's weights are those of the script in processes of this machine without SLURM and Ray; by default of one,
+    which takes the batches of two workers together."""
+    here.mkdir()
+    script = read_script(here / write_script(here, epochs=epochs, batch_size=16 // workers), [])
+    local_engine.run(script, strategy=strategy, workers=workers, out=here / "out")
+    found, expected = (load_file(directory / "model.safetensors") for directory in (results, here / "out"))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_job_on_two_hosts_trains_under_servers_and_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
@@ -242,7 +57,7 @@ def test_a_job_on_two_hosts_trains_under_servers_and_leaves_nothing(slurm: Slurm
     said = (tmp_path / "runs" / f"slurm-{job}.log").read_text()
     assert state == "COMPLETED", said
     results = tmp_path / "runs" / f"slurm-{job}"
-    assert (results / "model.safetensors").exists()
+    require_weights_of(tmp_path / "alone", results, epochs=5)
     assert len((results / "steps.csv").read_text().splitlines()) == 1 + 2 * 5 * 4
     assert left_of(job, slurm) == []
 
@@ -285,8 +100,9 @@ def test_a_job_whose_time_is_over_saves_and_goes_on(slurm: Slurm, tmp_path: Path
     said = (tmp_path / "runs" / f"slurm-{job}.log").read_text()
     assert state == "COMPLETED", said
     assert "interrupted; saved at iteration" in said
-    steps = (tmp_path / "runs" / f"slurm-{job}" / "steps.csv").read_text().splitlines()[1:]
-    assert len(steps) == 2 * 40 * 4  # no step twice, none left out
+    results = tmp_path / "runs" / f"slurm-{job}"
+    assert len((results / "steps.csv").read_text().splitlines()) == 1 + 2 * 40 * 4  # no step twice, none left out
+    require_weights_of(tmp_path / "alone", results, epochs=40)
 
 
 LIGHTNING = """
@@ -349,8 +165,8 @@ def queue_again(slurm: Slurm, job: str) -> None:
 
 def test_an_array_of_jobs_makes_one_report(slurm: Slurm, tmp_path: Path) -> None:
     script = write_script(tmp_path, epochs=2)
-    study = ["--strategies", "all-reduce,ps-bsp", "--workers", "1", "--seeds", "1"]
-    job = slurm.submit(script, "--compare", *study, "--cores", "1", cwd=tmp_path)
+    study = ["--strategies", "all-reduce,local-sgd:every=3", "--workers", "2", "--seeds", "1"]
+    job = slurm.submit(script, "--compare", *study, "--nodes", "2", "--cores", "1", cwd=tmp_path)
     for task in (1, 2):
         state = slurm.wait(f"{job}_{task}", "COMPLETED", "FAILED")
         assert state == "COMPLETED", (tmp_path / "studies" / f"train-{job}_{task}.log").read_text()
@@ -363,6 +179,9 @@ def test_an_array_of_jobs_makes_one_report(slurm: Slurm, tmp_path: Path) -> None
         assert "Report:" not in said[3 - last], said
     assert Study.open(results).frames.trials["status"].tolist() == ["finished", "finished"]
     assert (results / "report.html").exists()
+    all_reduce, local_sgd = (results / "trials" / trial.id for trial in Study.open(results).spec.trials)
+    require_weights_of(tmp_path / "alone", all_reduce, epochs=2)
+    require_weights_of(tmp_path / "two", local_sgd, epochs=2, strategy="local-sgd:every=3", workers=2)
     assert left_of(job, slurm) == []
 
 
@@ -372,10 +191,6 @@ def wait_for_steps(path: Path, *, workers: int = 1) -> None:
     while sum(num >= 10 for num in lines_by_rank(path).values()) < workers:
         assert time.monotonic() < give_up_s
         time.sleep(0.2)
-
-
-def lines_by_rank(path: Path) -> Counter[str]:
-    return Counter(line.partition(",")[0] for line in path.read_text().splitlines()) if path.exists() else Counter()
 
 
 def elastic_job(slurm: Slurm, directory: Path) -> str:
@@ -394,7 +209,7 @@ def test_an_elastic_job_goes_on_when_a_host_dies(slurm: Slurm, tmp_path: Path) -
     assert state == "COMPLETED", (tmp_path / "runs" / f"slurm-{job}.log").read_text()
     results = tmp_path / "runs" / f"slurm-{job}"
     assert [event["who"] for event in events(results) if event["name"] == "lost"] == ["worker-1"]
-    assert (results / "model.safetensors").exists()
+    require_weights_of(tmp_path / "alone", results, epochs=5)
     assert left_of(job, slurm) == []
 
 

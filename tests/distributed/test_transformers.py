@@ -378,6 +378,7 @@ def test_a_loader_of_the_trainers_own_is_divided_where_it_is_prepared(tmp_path: 
 @pytest.mark.parametrize(
     ("strategy", "script", "says"),
     [
+        ("horovod", train, "the script itself exchanges, .* choose another strategy, such as all-reduce"),
         ("all-reduce", partial(train, auto_find_batch_size=True), "set per_device_train_batch_size"),
         ("ps-asp", partial(train, load_best_model_at_end=True, save_strategy="epoch"), "best_model_checkpoint"),
         ("fed-avg:clients=4:fraction=0.5", train, "a whole number of rounds"),

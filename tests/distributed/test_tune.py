@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.cluster_utils import Cluster
 
 from paceline.checkpoint import FILE_NAME
 from paceline.checkpoint_files import iteration_of
-from paceline.engines.ray.tokens import own_token
 from tests.distributed.harness import Command, events
 
 pytestmark = [
@@ -126,15 +123,6 @@ found["restored"] = list(rows(restored.fit()))
 Path("found.json").write_text(json.dumps(found))
 """
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture(scope="module")
-def cluster(program_forks: str) -> Iterator[str]:
-    node = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000}
-    with own_token():
-        cluster = Cluster(initialize_head=True, head_node_args=node)
-        yield cluster.address
-        cluster.shutdown()
 
 
 def output_of(directory: Path, cluster: str, programs: str, *program: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.messages import Kind, Message, WireError
 from paceline.row_file import RowFile
-from paceline.server.shard import Applied
+from paceline.server.closing import Applied
 from paceline.server.tables.changes import Changes
 from paceline.server.tables.client_core import TableClient
 from paceline.server.tables.row_optimizers import of_text
@@ -62,9 +62,9 @@ class Net:
         """One update of what these workers push."""
         for worker, (weight, gradients) in contributions.items():
             self.push(worker, weight, gradients)
-        self.num_updates += 1
+        clock, self.num_updates = self.num_updates, self.num_updates + 1
         for server in self.servers:
-            server.update([Applied(self.num_updates, worker, 0, 0) for worker in contributions])
+            server.update([Applied(self.num_updates, worker, clock, 0) for worker in contributions])
 
     def state(self) -> dict[str, Tensor]:
         self.ask(0, self.clients[0].get_state(0))

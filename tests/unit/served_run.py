@@ -151,6 +151,17 @@ class Run:
             self.core.receive(process.route, key_of(process.client), process.sent.pop(0), self.now_s)
             self.serve()
 
+    def hear_all(self, process: Process) -> None:
+        """The server takes what a process has sent."""
+        while process.sent:
+            self.hear(process)
+
+    def exchange(self, process: Process) -> None:
+        """And the process takes what the server has sent."""
+        self.hear_all(process)
+        while process.coming:
+            process.take(self.now_s)
+
     def serve(self) -> None:
         core = self.core
         if not self.is_open:
@@ -207,10 +218,7 @@ class Run:
         if name in ("go", "train"):
             process.train()
         if name == "go":
-            while process.sent:
-                self.hear(process)
-            while process.coming:
-                process.take(self.now_s)
+            self.exchange(process)
         elif name == "hear":
             self.hear(process)
         elif name == "take":
@@ -241,8 +249,7 @@ class Run:
                 process.act(self.now_s)
                 self.check_counted(process)
                 process.train()
-                while process.sent:
-                    self.hear(process)
+                self.hear_all(process)
             self.serve()
             for process in self.processes:
                 while process.coming:

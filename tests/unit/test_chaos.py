@@ -7,7 +7,8 @@ import gc
 import json
 import os
 import socket
-from dataclasses import asdict, replace
+import threading
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from random import Random
 
@@ -15,9 +16,11 @@ import pytest
 import torch
 
 from paceline.engines import striking
+from paceline.engines.requests import Desk
 from paceline.engines.scripting import Script, is_lack_of_memory
 from paceline.engines.striking import KINDS, SERVERS, Strike, acts, connections, hosts
 from paceline.errors import RunFailed, UsageError
+from paceline.records import UpdateRecord
 from paceline.running.chaos import Campaign, Schedule, drawing, gradients, judging, launcher, runs, schedule
 from paceline.running.chaos.program import AMONG_WORKERS, UNDER_SERVERS
 from paceline.running.chaos.roles import Role, roles_of
@@ -51,7 +54,8 @@ def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path, monkeyp
         assert 1 <= len({strike.who for strike in scene.strikes if strike.is_deadly} & CALLS.keys()) <= 2
     strikes = [strike for scene in drawn for strike in scene.strikes]
     assert {strike.place for strike in strikes} == set(AMONG_WORKERS.all)
-    assert {strike.kind for strike in strikes} == {"kill", "segfault", "stop", "hold", "memory", "pause", "cut"}
+    outlived = {"pause", "cut", "grow", "shrink"}
+    assert {strike.kind for strike in strikes} == {"kill", "segfault", "stop", "hold", "memory", *outlived}
     servers = [drawing.of_servers(Random(seed), SERVER_CALLS, SERVER) for seed in range(50)]
     assert all(sum(strike.is_deadly for strike in scene.strikes) == 1 for scene in servers)
     assert {strike.kind for scene in servers for strike in scene.strikes} == {"kill", "segfault", "pause", "cut"}
@@ -59,7 +63,7 @@ def test_draws_leave_enough_alive_and_can_be_drawn_again(tmp_path: Path, monkeyp
     assert {strike.place for strike in launchers} == set(launcher.PLACES)
     assert {strike.kind for strike in launchers} == {"kill", "full"}
     others = [["worker-0", "worker-1"], ["worker-2"]]
-    of_hosts = [drawing.of_host(Random(seed), CALLS, AMONG_WORKERS, others, most=1) for seed in range(100)]
+    of_hosts = [drawing.of_host(Random(seed), CALLS, [replace(WORKER, most=1)], others, left=1) for seed in range(100)]
     on_hosts = [strike for scene in of_hosts if scene is not None for strike in scene.strikes]
     assert {strike.kind for strike in on_hosts if strike.who == "worker-2"} == {"part", "flicker", "slow", "node"}
     assert {strike.kind for strike in on_hosts if strike.who != "worker-2"} == {"flicker", "slow"}
@@ -182,7 +186,7 @@ def run(folder: Path, *, steps: dict[int, list[int]], weight: float = 1.0, lost:
     for each in ("calls", "committed", "networks", "out"):
         (folder / each).mkdir(parents=True)
     for rank in range(2):
-        lines = [json.dumps([number, samples]) + "\n" for number, samples in steps.items()]
+        lines = [json.dumps([number, samples, "alike"]) + "\n" for number, samples in steps.items()]
         (folder / "committed" / f"worker-{rank}").write_text("".join(lines) + "[5, [1")
     (folder / "out" / "model.safetensors").write_bytes(as_model_file({"w": torch.full((4,), weight)}))
     events = [{"name": "lost", "who": who, "iteration": 1, "time_s": 0.0, "details": {}} for who in ("worker-0", *lost)]
@@ -197,11 +201,75 @@ def test_all_on_a_host_are_lost_with_it(tmp_path: Path) -> None:
         (whole / "networks" / who).write_text(network)
     assert judging.on_other_hosts(whole) == [["worker-0", "worker-2"]]
     assert judging.losses(whole, [Strike("worker-2", "x", 1, "node")]) == []
+    strikes = [Strike("worker-2", "x", 1, "node"), Strike("worker-1", "x", 1, "flicker")]
+    assert judging.dying(whole, strikes) == {"worker-0", "worker-2"}
     assert judging.losses(whole, [Strike("worker-2", "x", 1, "kill")]) == ["worker-0 was lost, and not struck"]
     given = Schedule((schedule.Scene((Strike("worker-2", "has the result", 1, "part"),)),))
     schedule.require_hosts(given, [["worker-2"]])
     with pytest.raises(UsageError, match="hosts are struck where those of the run"):
         schedule.require_hosts(given, [])
+
+
+def test_hosts_of_servers_are_struck_with_their_workers(monkeypatch) -> None:
+    """A host dies where the run survives the loss of all that it has; servers without copies keep theirs alive."""
+    monkeypatch.setattr("paceline.running.chaos.drawing.KINDS", WITHOUT_LACKS)
+
+    def kinds(copies: int, *host: str, left: int = 5) -> dict[str, set[str]]:
+        traits = build("ps-asp", {"servers": 3, "replicas": copies}).traits
+        roles = roles_of(traits, is_elastic=True, workers=3, at_least=1)
+        scenes = [drawing.of_host(Random(seed), BOTH_CALLS, roles, [host], left=left) for seed in range(200)]
+        strikes = [strike for scene in scenes if scene is not None for strike in scene.strikes]
+        assert all(strike.place in (SERVERS if strike.who[0] == "s" else UNDER_SERVERS).often for strike in strikes)
+        return {who: {strike.kind for strike in strikes if strike.who == who} for who in {each.who for each in strikes}}
+
+    mild, all_kinds = {"flicker", "slow"}, {"flicker", "slow", "part", "node"}
+    assert kinds(1, "worker-1", "server-1") == {"worker-1": all_kinds, "server-1": all_kinds}
+    assert kinds(1, "server-1") == {"server-1": all_kinds}
+    assert kinds(1, "server-1", "server-2") == {"server-1": mild, "server-2": mild}
+    assert kinds(2, "server-1", "server-2")["server-1"] == all_kinds
+    assert kinds(1, "worker-1", "server-1", left=1)["worker-1"] == mild
+    assert kinds(0, "worker-1", "server-1") == {"worker-1": mild}
+    assert kinds(0, "server-1") == {}
+
+
+def test_a_run_is_asked_to_grow_and_to_shrink(tmp_path: Path) -> None:
+    """By who is beside the launcher; a run that is about to end refuses, which is no trouble of the worker's."""
+    asked: list[object] = []
+
+    def answer(request: object) -> str:
+        asked.append(request)
+        raise UsageError("the run is about to end")
+
+    (tmp_path / "out").mkdir()
+    grows = schedule.Scene((Strike("worker-0", "x", 1, "grow"), Strike("worker-1", "x", 2, "kill")))
+    assert (grows.num_grown, grows.num_workers_dying) == (1, 1)
+    striking.Sizes(grown=4, shrunk=2).write(tmp_path)
+    desk = Desk(tmp_path / "out", answer)
+    done = threading.Event()
+
+    def attend() -> None:
+        while not done.is_set():
+            desk.turn()
+            done.wait(0.01)
+
+    thread = threading.Thread(target=attend)
+    thread.start()
+    for kind in ("grow", "shrink"):
+        with KINDS[kind].do(tmp_path):
+            pass
+    done.set()
+    thread.join()
+    desk.close()
+    assert asked == [{"do": "scale", "workers": 4}, {"do": "scale", "workers": 2}]
+
+
+def test_rows_of_tables_are_compared_with_the_model(tmp_path: Path) -> None:
+    whole, other, fewer = (run(tmp_path / name, steps={1: [0]}) for name in ("whole", "other", "fewer"))
+    for folder, rows in ((whole, [3.0, 0.0]), (other, [3.0, 4.0]), (fewer, [3.0])):
+        tensors = {"t.keys": torch.arange(len(rows)), "t.rows": torch.tensor(rows)}
+        (folder / "out" / "rows.safetensors").write_bytes(as_model_file(tensors))
+    assert judging.distance(other, whole) == pytest.approx(4 / 13**0.5)
+    assert judging.distance(fewer, whole) == float("inf")
 
 
 def test_a_host_without_a_link_or_a_part_of_ray_cannot_be_struck(tmp_path: Path, monkeypatch) -> None:
@@ -245,8 +313,14 @@ def test_losses_are_found(tmp_path: Path) -> None:
         file.write(json.dumps(event) + "\n")
     strikes = [Strike("worker-0", "x", 1, "kill"), Strike("worker-3", "takes a state", 1, "stop")]
     assert judging.losses(right, strikes) == [], "the run ended before the joiner's silence was noticed"
-    (wrong / "committed" / "worker-1").write_text("[2, [0, 7]]\n")
-    assert "worker-1 has other samples among the first 2" in judging.samples(wrong, whole)
+    details = {"process": 5, "why": "its script came to its end before it had a batch"}
+    event = {**event, "name": "not_joined", "who": "worker-4", "details": details}
+    with (right / "out" / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    assert judging.losses(right, strikes) == [], "the others were through with their data"
+    (wrong / "committed" / "worker-1").write_text('[2, [0, 7], "other"]\n')
+    assert "worker-1 has other samples in step 2" in judging.samples(wrong, whole)
+    assert "worker-1 has another model at step 2" in judging.samples(wrong, whole)
     bounds = [judging.bound(build(*each).traits) for each in (("all-reduce", {}), ("local-sgd", {}))]
     assert bounds == [1e-3, float("inf")]
     assert judging.bound(build("ps-bsp", {"servers": 2, "replicas": 1}).traits) == 0.0
@@ -347,6 +421,18 @@ def test_samples_that_count_otherwise_where_both_may_die_are_found(tmp_path: Pat
     found = gradients.of_samples(unknown, whole, [], unit="update")
     assert "gradient 0 of worker 0 counts, and was not pushed" in found
     assert "nothing counts in key range 1 on any server that is left" in found
+
+
+def test_what_servers_without_copies_count_is_in_the_records(tmp_path: Path) -> None:
+    """Each has a file that it would write to, if it had a copy of another one's."""
+    pushed = {"worker-0": [[0, [0, 1]], [1, [2, 3]]]}
+    whole, twice = (outlived(tmp_path / name, pushed=pushed, counted={"server-0": ""}, iteration=2) for name in "ab")
+    for folder, last in ((whole, 1), (twice, 0)):
+        rows = [f"0,{update},0,{clock},0" for update, clock in ((1, 0), (2, last))]
+        names = [field.name for field in fields(UpdateRecord)]
+        (folder / "out" / "updates.csv").write_text("\n".join([",".join(names), *rows]) + "\n")
+    assert gradients.of_samples(whole, whole, [], unit="gradient") == []
+    assert "1 gradients count otherwise on server-0" in gradients.of_samples(twice, whole, [], unit="gradient")[0]
 
 
 @pytest.mark.skipif(bool(connections.lack()), reason=connections.lack())

@@ -84,6 +84,12 @@ def save_checkpoint(directory: Path, *, workers: int = 2, seed: int = 0) -> Path
         ("--target accuracy", "target 'accuracy' is not of the form metric=value, such as accuracy=0.95"),
         ("--target accuracy=high", "target 'accuracy=high' is not of the form metric=value, such as accuracy=0.95"),
         ("--target accuracy=inf", "target 'accuracy=inf' can never be reached"),
+        ("--env NOWHERE_SET", "--env NOWHERE_SET: it is not set here; give its value, as in --env NOWHERE_SET=VALUE"),
+        ("--env =1", "--env '=1' is not as in NAME=VALUE"),
+        (
+            "--env A=1 --engine virtual --cluster lab-1gbe",
+            "--env is for processes that are started; a simulated run has this one's variables",
+        ),
         ("--workers 0", "workers must be at least 1, not 0"),
         ("--workers -3", "workers must be at least 1, not -3"),
         ("--strategy single --workers 2", "strategy single runs on 1 worker, not 2; use all-reduce or ps-bsp"),

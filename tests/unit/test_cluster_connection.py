@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import ray
 
+from paceline.comm.hosts import own_ip_address
 from paceline.engines.ray.local_start import start_local
 from paceline.engines.ray.nodes import connected
-from paceline.errors import RunFailed
+from paceline.errors import RunFailed, UsageError
 
 DIED = "Initialization failure from server"
 
@@ -45,6 +46,33 @@ def test_a_client_server_that_dies_is_asked_again(
             assert not left
     else:
         with pytest.raises(RunFailed, match=DIED), connected(address, insecure=True):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("named", "connects"),
+    [
+        ("127.0.0.1:7399", True),
+        ("localhost:7399", True),
+        ("{own}:7399", True),
+        ("127.0.0.1:7400", False),
+        ("192.0.2.99:7399", False),
+    ],
+)
+@pytest.mark.parametrize("is_here", [True, False])
+def test_the_loopback_names_a_cluster_of_this_host_alone(
+    monkeypatch: pytest.MonkeyPatch, named: str, connects: bool, is_here: bool
+) -> None:
+    """Ray that was named so tells its address on the network."""
+    own = own_ip_address() if is_here else "203.0.113.7"
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr("paceline.engines.ray.nodes.connected_to", lambda: f"{own}:7399")
+    is_loopback = not named.startswith("{own}")
+    if connects and (is_here or not is_loopback):
+        with connected(named.format(own=own), insecure=True):
+            pass
+    else:
+        with pytest.raises(UsageError, match="this process is connected to Ray at"), connected(named, insecure=True):
             pass
 
 

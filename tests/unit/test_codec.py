@@ -312,14 +312,17 @@ def test_bytes_of_matrices() -> None:
     assert codec.num_bytes((4, 4)) == 4 * 16
 
 
+# Groups of gloo, held until the process ends: one of gloo's own threads, which call the hook's callbacks, may let go of
+# its group long after the test. If it is the last to do so, it joins itself, and the process aborts.
+_KEPT: list[Any] = []
+
+
 def test_powersgd_is_torch_s(tmp_path: Any) -> None:
     """Full-rank gradients, rank 2, coded from the third step on, the same first Q."""
     shape, codec = (24, 18), PowerSGD(rank=2, start=0)
     gradients = [random(*shape, seed=step) for step in range(8)]
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    # Held until the end: if one of gloo's own threads, which call the hook's callbacks, is the last to let go of the
-    # group, it joins itself, and the process aborts.
-    group = dist.distributed_c10d._get_default_group()
+    _KEPT.append(dist.distributed_c10d._get_default_group())
     try:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
         parameter = torch.nn.Parameter(torch.zeros(shape))
@@ -339,7 +342,6 @@ def test_powersgd_is_torch_s(tmp_path: Any) -> None:
             (mine,), kept = codec.average([gradient + memory], kept, mean=lambda tensor: None)
             memory = owed(gradient + memory - mine)
         assert float((mine - theirs[step]).abs().max()) <= 1e-4 * float(gradient.abs().max())
-    del group
 
 
 class _Bucket:

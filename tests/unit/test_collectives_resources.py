@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import torch.distributed as dist
 
 from paceline.comm.base import Collective
 from paceline.comm.process_group.collective import connect_gloo
+from paceline.comm.process_group.connections import listeners
 from paceline.comm.shared_memory import futex
 from paceline.comm.shared_memory.block import SharedBlock
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError
@@ -125,6 +129,41 @@ def timed(function: Callable[[], Any]) -> float:
     started_s = time.perf_counter()
     function()
     return time.perf_counter() - started_s
+
+
+def test_gloo_leaves_nothing_of_what_was_given_up() -> None:
+    """An all-reduce that one of three never takes part in, and a message that never comes: the others' end at once, and
+    their groups go, with threads and descriptors."""
+    with World("gloo", 3) as world:
+        late, lost, _ = world.run(run_given_up)
+    assert late == ("DeadlineExceeded", 0, 0)
+    assert lost == ("PeerLost", 0, 0)
+
+
+def run_given_up(collective: Collective) -> tuple[str, int, int] | None:
+    if collective.rank == 2:
+        time.sleep(LATE_S)  # alive, and silent
+        return None
+    gc.disable()  # which comes rarely where much is loaded
+    collective.set_deadline(0.2 if collective.rank == 0 else 60.0)
+    tensor = torch.zeros(8)
+    message = collective.recv(tensor.clone(), source=2)
+    work = collective.all_reduce(tensor)
+    error, _, _ = caught(work.wait)
+    collective.close()
+    del work, message
+    until_s = time.monotonic() + 30
+    while num_threads_of_gloo() and time.monotonic() < until_s:
+        time.sleep(0.05)
+    return error, num_threads_of_gloo(), len(listeners())
+
+
+def num_threads_of_gloo() -> int:
+    num = 0
+    for task in os.listdir("/proc/self/task"):
+        with suppress(FileNotFoundError):  # it has just ended
+            num += "gloo" in Path(f"/proc/self/task/{task}/comm").read_text()
+    return num
 
 
 def test_gloo_needs_an_address_of_this_host() -> None:

@@ -131,3 +131,17 @@ def test_every_sample_counts_once_where_an_exchange_is_of_several_rounds(schedul
         counted.update(sample for dealt in changed for part in dealt.parts for sample in part)
         cursor = changed[-1].after
     assert counted == Counter(sample for group in groups for part in group for sample in part)
+
+
+def test_who_joins_when_all_who_had_samples_are_gone_stands_in_with_one_that_is_dealt_anew() -> None:
+    """Of an update's last sample, which went with the one that had it."""
+    groups = [[(5,), (6,), (7,)]]
+    last = Cursor(1, rest=(7,)).deal(groups, size=3, global_batch="keep")
+    assert last is not None
+    assert last.parts == ((), (), (7,))
+    (repeated,) = resized([last], lost=[2], num_joiners=1, global_batch="keep")
+    assert repeated.parts == ((), (), ())
+    assert repeated.stand_in == (7,)
+    again = repeated.after.deal(groups, size=3, global_batch="keep")
+    assert again is not None
+    assert again.parts == last.parts

@@ -134,7 +134,7 @@ def test_rounds_end_with_each_pass() -> None:
             iterations.append(session.run.iteration)
     assert iterations == [0, 0, 1, 1, 2, 2, 3, 3]
     session.finish()
-    assert (session.run.iteration, session._survivor.samples, session._survivor.batches) == (4, 24, 8)
+    assert (session.run.iteration, session._survivor.all_done.now) == (4, (24, 8))
 
 
 def test_rounds_end_with_a_pass_that_the_script_leaves() -> None:
@@ -150,7 +150,7 @@ def test_rounds_end_with_a_pass_that_the_script_leaves() -> None:
                 break
     assert iterations == [0, 0, 1, 1, 2, 2]
     session.finish()
-    assert (session.run.iteration, session._survivor.samples, session._survivor.batches) == (3, 18, 6)
+    assert (session.run.iteration, session._survivor.all_done.now) == (3, (18, 6))
 
 
 def test_workers_meet_between_rounds_alone() -> None:
@@ -225,22 +225,19 @@ def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
     [
         ({"strategy": "ps-bsp:backup_workers=1"}, "strategy ps-bsp cannot go on without a worker that dies"),
         ({"strategy": "ps-asp:torn_reads=true"}, "ps-asp without backup_workers, torn_reads"),
-        ({"strategy": "ps-asp", "global_batch": "keep"}, "takes its own steps"),
-        ({"strategy": "ps-bsp", "engine": "virtual", "cluster": "lab-1gbe"}, "is for real processes so far"),
-        ({"strategy": "all-reduce:codec=powersgd"}, "all without the codecs auto and powersgd"),
-        ({"strategy": "diloco:codec=auto"}, "cannot go on without a worker"),
-        ({"strategy": "ad-psgd"}, "strategy ad-psgd cannot go on"),
+        ({"strategy": "ps-asp", "global_batch": "keep"}, "each gradient is an update of its own"),
+        ({"strategy": "ps-ssp", "global_batch": "keep"}, "no global batch is ever complete; use --global-batch grow"),
+        ({"strategy": "all-reduce:algorithm=ring"}, "is for all-reduce with algorithm=auto, for local updates"),
         (
-            {"strategy": "gossip:codec=auto"},
-            "and for gossip, sgp, relay and noloco, .* without the codecs auto and powersgd",
+            {"strategy": "ad-psgd", "elastic": "2:4"},
+            "may come to have 3 workers, for which .* who ask and those who answer",
         ),
         (
             {"strategy": "gossip:topology=hypercube", "elastic": "2:4"},
             "may come to have 3 workers, for which .*: a hypercube has a power of two .* exponential takes any number",
         ),
         ({"strategy": "gossip", "global_batch": "keep"}, "as many local steps of each worker"),
-        ({"strategy": "diloco:fragments=2"}, "for local updates .* with fragments=1, delay=0"),
-        ({"strategy": "des-loc"}, "strategy des-loc cannot go on"),
+        ({"strategy": "local-sgd:aggregate=median"}, "for local updates .*; all with aggregate=mean"),
         (
             {"strategy": "local-sgd", "global_batch": "keep"},
             "as many local steps of each worker.* use --global-batch grow",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from torch import Tensor, nn
 from paceline.buckets import NONFINITE, Bucket
 from paceline.codec import BF16, FP16, QSGD, Codec, Int8, OneBit, PowerSGD, RandomK, Sign, TopK
 from paceline.comm.base import Collective
+from paceline.errors import PeerLost
+from paceline.layout import TensorSpec, by_group
 from paceline.strategies.coding import Coding
 from paceline.strategies.combining import Combining
-from paceline.strategies.exchange import Exchange
+from paceline.strategies.exchange import Exchange, Messages
 from paceline.strategies.own_state import OwnState, carried_over
 from tests.unit.collective_harness import World
 
@@ -217,3 +221,66 @@ def test_states_that_do_not_fit_are_reset() -> None:
     tensors, fates = carried_over(everyone, wanted={"same": one, "shape": one, "missing": one}, size=2)
     assert set(tensors) == {"same"}
     assert fates == {"same": "averaged", "shape": "reset", "missing": "reset", "unwanted": "reset"}
+
+
+def left_out(collective: Collective, lost_on: int | None) -> Tensor:
+    """After the second round, of which the rank `lost_on` does not hear the last part."""
+    flat = torch.zeros(NUM_VALUES)
+    bucket = Bucket(flat, flat, flat[:0])
+    layout = by_group([TensorSpec("weight", (8, 8), torch.float32)])
+    exchange = Exchange(collective, [bucket], coding=Coding(PowerSGD(rank=1, start=0)), layout=layout)
+    for number in range(2):
+        flat.copy_(values_of(collective.rank, number))
+        with pytest.MonkeyPatch.context() as patch:
+            if number == 1 and collective.rank == lost_on:
+                patch.setattr(Messages, "average", unheard_at(2))
+            with contextlib.suppress(PeerLost):
+                exchange.start(0, step=number).wait()
+        exchange.settle(is_applied=True)
+    return exchange.own_state()["exchange.0.left"].tensor
+
+
+def unheard_at(last: int) -> Callable[[Messages, Tensor], None]:
+    """An average that this worker takes part in; it does not hear the one of that number."""
+    calls, average = itertools.count(1), Messages.average
+
+    def averaged(messages: Messages, tensor: Tensor) -> None:
+        number, own = next(calls), tensor.clone()
+        average(messages, own)
+        if number == last:
+            raise PeerLost("rank 0 is lost")
+        tensor.copy_(own)
+
+    return averaged
+
+
+@pytest.mark.parametrize("lost_on", range(SIZE))
+def test_who_is_handed_a_mean_of_low_rank_owes_as_much_as_if_it_had_heard_it(world: World, lost_on: int) -> None:
+    heard, handed = world.run(left_out, None), world.run(left_out, lost_on)
+    assert all(left.abs().max() > 0.1 for left in heard)
+    for left, other_left in zip(heard, handed, strict=True):
+        assert torch.equal(left, other_left)
+
+
+def owed_before_and_after(collective: Collective, _: None) -> tuple[Tensor, Tensor]:
+    """The sum of two rounds' means with what is left out then, and what is left out once others are exchanged with."""
+    flat = torch.zeros(NUM_VALUES)
+    bucket = Bucket(flat, flat, flat[:0])
+    coding = Coding(PowerSGD(rank=1, start=9), before=OneBit())
+    layout = by_group([TensorSpec("weight", (8, 8), torch.float32)])
+    before, after = (Exchange(collective, [bucket], coding=coding, layout=layout) for _ in range(2))
+    means = torch.zeros(NUM_VALUES)
+    for number in range(2):
+        flat.copy_(values_of(collective.rank, number))
+        before.start(0, step=number).wait()
+        before.settle(is_applied=True)
+        means += flat
+    after.carry_on(before)
+    return means, after.own_state()["exchange.0.left"].tensor
+
+
+def test_what_the_codec_before_the_first_step_has_left_out_is_owed_among_others_too(world: World) -> None:
+    answers = world.run(owed_before_and_after, None)
+    left = torch.stack([left for _, left in answers]).mean(0)
+    assert left.abs().max() > 0.01
+    torch.testing.assert_close(answers[0][0] + left, mean_of(0) + mean_of(1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.aggregate import Aggregator, Contribution, Validation
-from paceline.attacks import SentAttack, parse
+from paceline.attacks import Attack, SentAttack, parse
 from paceline.comm.base import Collective
 from paceline.errors import UsageError
 from paceline.layout import TensorSpec
@@ -24,6 +24,24 @@ from paceline.strategies.federated import remembering
 from paceline.strategies.federated.joining import Joining
 from tests.unit.federated_rounds import EVERYBODY, SPREAD, after
 from tests.unit.virtual_world import VirtualWorld
+
+
+def hostile_among(attacks: Sequence[Attack]) -> set[int]:
+    """Of nine clients."""
+    return {index for index in range(9) for attack in attacks if attack.is_hostile(index, size=9)}
+
+
+def sent(x: Tensor, attacks: Sequence[Attack], number: int) -> list[Tensor]:
+    """What nine clients send in this round from x: one step of rate 0.1, or what an attack makes of it."""
+    rows = [0.1 * (x - b) for _, b, _ in SPREAD]
+    hostile = hostile_among(attacks)
+    honest = torch.stack([row for index, row in enumerate(rows) if index not in hostile])
+    for attack in attacks:
+        assert isinstance(attack, SentAttack)
+        for index in hostile_among([attack]):
+            generator = torch.Generator().manual_seed(derive(0, "attack", index, number))
+            rows[index] = attack.sent(rows[index], honest, size=9, generator=generator)
+    return rows
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -47,15 +65,7 @@ def test_a_round_is_what_the_aggregator_makes_of_what_clients_send(
     joins: Aggregator = read(Aggregator, aggregate)  # type: ignore[type-abstract]
     x, names = torch.zeros(1, dtype=torch.float64), parse(attacks)
     for number in range(3):
-        rows = [0.1 * (x - b) for _, b, _ in SPREAD]
-        hostile = {index for index in range(9) for attack in names if attack.is_hostile(index, size=9)}
-        honest = torch.stack([row for index, row in enumerate(rows) if index not in hostile])
-        for attack in names:
-            assert isinstance(attack, SentAttack)
-            for index in hostile:
-                generator = torch.Generator().manual_seed(derive(0, "attack", index, number))
-                if attack.is_hostile(index, size=9):
-                    rows[index] = attack.sent(rows[index], honest, size=9, generator=generator)
+        rows = sent(x, names, number)
         given = [Contribution(index, 1.0, "gradient", [row]) for index, row in enumerate(rows)]
         x = x - joins.aggregate(given, [torch.zeros_like(x)])[0]
     strategy = build("fed-avg", {"clients": 9, "fraction": 1.0, "aggregate": aggregate})
@@ -80,16 +90,8 @@ def test_those_who_make_the_model_worse_are_left_out_and_named(
     validation: Validation = read(Validation, reject)
     joins: Aggregator = read(Aggregator, aggregate)  # type: ignore[type-abstract]
     x, names, left_out = torch.zeros(1, dtype=torch.float64), parse(attacks), []
-    hostile = {index for index in range(9) for attack in names if attack.is_hostile(index, size=9)}
     for number in range(3):
-        rows = [0.1 * (x - b) for _, b, _ in SPREAD]
-        honest = torch.stack([row for index, row in enumerate(rows) if index not in hostile])
-        for attack in names:
-            assert isinstance(attack, SentAttack)
-            for index in hostile:
-                generator = torch.Generator().manual_seed(derive(0, "attack", index, number))
-                if attack.is_hostile(index, size=9):
-                    rows[index] = attack.sent(rows[index], honest, size=9, generator=generator)
+        rows = sent(x, names, number)
         before = (float(x) - 12) ** 2 / 2
         worse = [(float(x - validation.share * row) - 12) ** 2 / 2 - before for row in rows]
         unit = 1 / 100 if validation.metric == "accuracy" else 1
@@ -104,7 +106,7 @@ def test_those_who_make_the_model_worse_are_left_out_and_named(
     assert [(event["round"], who) for event in told for who in event["with"]] == left_out
     assert {event["name"] for event in told} <= {"rejected"}
     names_out = {int(who.removeprefix("client ")) for _, who in left_out}
-    assert names_out <= hostile, "nobody honest is lost"
+    assert names_out <= hostile_among(names), "nobody honest is lost"
     assert bool(names_out) == bool(attacks)
 
 

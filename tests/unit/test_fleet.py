@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
-from paceline.server.shard import Answer, Shard
+from paceline.server.closing import Answer
+from paceline.server.shard import Shard
 
 
 @dataclass

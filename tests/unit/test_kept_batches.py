@@ -41,6 +41,17 @@ def test_what_the_script_has_dropped_is_not_kept() -> None:
     assert next(batch.alive[0].data_ptr() for batch in kept) == x.data_ptr()
 
 
+def test_of_the_same_tensors_the_latest_batch_counts() -> None:
+    """A data set that holds its batches hands them out in every epoch."""
+    kept, x, y = KeptBatches(), torch.zeros(4, 2), torch.zeros(4)
+    for weight in range(1000):
+        batch = handed(x, y, weight=weight)
+        kept.add(batch)
+    assert list(kept) == list(kept.beside([x[1:]])) == [batch]
+    kept.forget_dropped()
+    assert list(kept) == [batch]
+
+
 class Thing:
     def __init__(self, **parts: Any) -> None:
         vars(self).update(parts)

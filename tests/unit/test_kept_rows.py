@@ -19,7 +19,7 @@ from paceline.membership import Membership
 from paceline.messages import HEAD_BYTES, Kind, Message
 from paceline.server.actions import Send
 from paceline.server.admission import StaleSynchronous
-from paceline.server.shard import Applied
+from paceline.server.closing import Applied
 from paceline.server.tables.client_core import TableClient
 from paceline.server.tables.kept_rows import Keeping, KeptRows
 from paceline.server.tables.row_optimizers import of_text
@@ -76,9 +76,8 @@ class Worker:
             collective=self,  # type: ignore[arg-type]
             timing=self.timing,
             epoch=1,
-            give_with_push=lambda given: False,
+            store=self,  # type: ignore[arg-type]
             keeping=keeping,
-            clock=lambda: self.clock,
         )
 
     def barrier(self) -> None:

@@ -8,7 +8,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.elastic import Done, Lane, LaneBatch, Lanes
+from paceline.elastic import Done, Lane, LaneBatch, LaneBook, Lanes
+from paceline.elastic.lane_book import in_words
 
 EPOCHS, BATCHES = 2, 12
 
@@ -145,3 +146,25 @@ def test_a_resumed_run_does_what_was_left(data: st.DataObject, before: int, afte
         else:
             worker.commit(counted)
     assert counted == Counter({(epoch, index): 1 for epoch in range(EPOCHS) for index in range(BATCHES)})
+
+
+def test_the_book_knows_who_has_a_lane_to_itself() -> None:
+    """Until it has given back the rest, has come to the end or is gone. A run that goes on has what is left."""
+    book = LaneBook(3)
+    assert [book.begin(rank, epoch=1) for rank in range(3)] == [Lane(rank, 3) for rank in range(3)]
+    assert not any(book.have_given_back([rank]) for rank in range(3))
+    book.give_back(0, LaneBatch(1, 2, 0, 3))
+    assert book.next_left_over(1, epoch=1, none=None) == LaneBatch(1, 2, 0, 3)
+    assert book.next_left_over(1, epoch=1, none=LaneBatch(1, 2, 0, 3)) is None
+    assert book.have_given_back([0, 1])
+    assert not book.have_given_back([2])
+    book.gone(2, Done(1, 3, 4))
+    book.come(5)
+    assert book.have_given_back([2])
+    assert [book.is_present(rank) for rank in (0, 2, 5)] == [True, False, True]
+    assert book.epochs == {0: 1, 1: 1, 2: 1}
+    again = LaneBook(1)
+    again.resume(json.loads(json.dumps(book.plain)))
+    assert again.left_over([1, 2]) == book.left_over([2]) == (LaneBatch(1, 3, 2, 3),)
+    assert book.left_over([1]) == ()
+    assert "in epoch 1, of lane 2, from batch 3 on" in in_words(book.left_over([2]))

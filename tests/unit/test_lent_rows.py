@@ -126,8 +126,7 @@ def test_an_update_is_the_servers(
             table.update(part)
     for table, twin in zip(servers.tables, twins.tables, strict=True):
         rows, expected = table.state(), twin.state()
-        for name, tensor in expected.items():
-            assert torch.equal(rows[name], tensor)
+        torch.testing.assert_close(rows, expected, rtol=0, atol=0)
 
 
 def test_rows_that_are_yet_to_be_made_are_for_the_servers() -> None:
@@ -282,8 +281,7 @@ def test_a_run_has_the_rows_that_servers_would_have(optimizer: str, pushed: Coun
                 assert group.exchange(PUSH._replace(weight=2.0)).iteration == step + 1
             states.append(tables.state(0))
             moved.append(group.timing.moved_bytes)
-    for name, tensor in states[1].items():
-        assert torch.equal(states[0][name], tensor)
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
     assert pushed == {"rows": SERVERS * (1 + num_steps), "plain": SERVERS * (num_steps - 1)}
     assert moved[0] == moved[1]
 
@@ -370,6 +368,5 @@ def test_one_table_may_be_lent_and_another_not(pushed: Counter[str]) -> None:
             tables.push([gradients, gradients], weight=1.0)
             group.exchange(PUSH)
         for number, twin in enumerate(twins):
-            for name, tensor in twin.state().items():
-                assert torch.equal(tables.state(number)[name], tensor)
+            torch.testing.assert_close(tables.state(number), twin.state(), rtol=0, atol=0)
     assert pushed == {"rows": 3 * SERVERS}

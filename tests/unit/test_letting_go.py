@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.engines.ray import letting_go
+from paceline.engines.ray.lane_desk import LaneDesk
 from paceline.engines.ray.letting_go import LettingGo
 from paceline.engines.ray.members import Members
 from paceline.server.whole_pushes import Parted
@@ -57,15 +58,15 @@ def test_members_are_heard_while_servers_are_waited_for(monkeypatch: pytest.Monk
     """Where there is nobody to ask, it waits for members instead."""
     ray, events = Ray(), list[tuple[Any, ...]]()
     monkeypatch.setattr(letting_go, "ray", ray)
+    controller: Any = SimpleNamespace(event=lambda *given, **details: events.append(given))
     letting = LettingGo(
-        SimpleNamespace(event=lambda *given, **details: events.append(given)),  # type: ignore[arg-type]
+        controller,
         Members(actors={"server-0": actor()}),
-        num_workers=2,
+        LaneDesk(controller, num_workers=2, say=print),
         num_servers=1,
         takeover=Takeover(ray) if may_die else None,  # type: ignore[arg-type]
         deadline_s=60.0,
         turn=ray.turns.append,
-        say=print,
     )
     letting.let_go(1)
     assert events == [("let_go", "worker-1")]

@@ -12,17 +12,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from paceline.elastic import Done
+from paceline.messages import Message
 from paceline.server.actions import Send
 from paceline.server.chains import Chain, from_body, to_body
-from paceline.server.replication import Replication, ToServer
+from paceline.server.replication import Copied, Replication, ToServer
 from paceline.server.spec import Push
+from paceline.server.tables.client_core import TableClient
+from paceline.server.tables.dividing import joined
+from paceline.server.tables.spec import RowGradients
 from paceline.server.whole_pushes import what_counts
-from tests.unit import test_replication
-from tests.unit.test_replication import DEATHS, FOREVER, LAYOUT, PLAIN, TWO_DEATHS, Death
+from tests.unit import replicated_servers
+from tests.unit.one_table import NUM_ROWS, spec_of
+from tests.unit.replicated_servers import DEATHS, EPOCH, FOREVER, LAYOUT, PLAIN, TWO_DEATHS, Death
 
 STEPS, NUM_WORKERS, JOINER = 3, 2, 2
+TABLE = spec_of("sgd:lr=1", std=0.0)
 WITH_A_SERVER = 10**4
 """A worker dies at once with the first server, if any dies before it has come to its end."""
 Call = Callable[[Replication, Callable[[Any], None]], Any]
@@ -46,7 +53,7 @@ PLACES = {
 }
 
 
-class Net(test_replication.Net):
+class Net(replicated_servers.Net):
     """And a launcher, which asks whoever serves each key range, and asks again where another one has taken over."""
 
     num_joiners = 1
@@ -80,7 +87,7 @@ class Net(test_replication.Net):
 
     def hear_of(self, target: str, item: Any) -> None:
         number = int(target[1:])
-        if target[0] == "w" and self.clients[number].is_done:  # it looks when it asks for something
+        if target[0] == "w" and self.is_idle(number):  # it looks when it asks for something
             self.later.setdefault(number, []).append(item)
         elif target[0] == "w":
             super().hear_of(target, item)
@@ -98,9 +105,18 @@ class Net(test_replication.Net):
 
     def ask(self, worker: int, sends: Iterable[Send]) -> None:
         super().ask(worker, sends)
-        if not self.clients[worker].is_done:
+        if not self.is_idle(worker):
             for item in self.later.pop(worker, []):
                 super().hear_of(f"w{worker}", item)
+
+    def push(self, worker: int, value: float, push: Push) -> None:
+        for gradient in LAYOUT.views(self.buffers[worker][1]):
+            gradient.fill_(value)
+        self.ask(worker, self.clients[worker].exchange(push))
+
+    def rows(self) -> dict[str, Tensor] | None:
+        """Of tables, if there are any."""
+        return None
 
     def take(self, source: str, target: str, key_range: int, item: Any) -> None:
         if target == "launcher":
@@ -113,9 +129,19 @@ class Net(test_replication.Net):
             return self.go_on()
         return super().deliver_one() or (self.launcher is not None and self.go_on())
 
+    def attach_copy(self, server: int, key_range: int, message: Message) -> bool:
+        """The memory of a dead worker cannot be opened any more."""
+        is_lost = f"w{message.sender}" in self.silent and self.is_beside(message.sender, server)
+        if not is_lost:
+            return super().attach_copy(server, key_range, message)
+        self.copies[server, key_range][0].attach(message, gradients=None, parameters=None, is_beside=False)
+        return len(set(self.hosts)) > 1
+
     def hear(self, key_range: int, item: Any) -> None:
-        """The launcher has word of a server: that it serves, or what it was asked."""
-        if not isinstance(item, Chain):
+        """The launcher has word of a server: that it serves, what has become of a new copy, or what it was asked."""
+        if item is None or isinstance(item, Copied):
+            self.restore(key_range, item)
+        elif not isinstance(item, Chain):
             _, said, what = item
             said.setdefault(key_range, what)
         elif item.head not in self.dead and key_range not in self.serving:
@@ -143,6 +169,63 @@ class Net(test_replication.Net):
                     self.put("launcher", f"s{server}", key_range, (key_range, call, said))
             yield
         return [said[key_range] for key_range in sorted(said)]
+
+
+class RowsNet(Net):
+    """Each push has gradients of rows as well, with the values that those of parameters have."""
+
+    def __init__(self, rule: str, places: Places, *, deaths: Sequence[Death], **named: Any) -> None:
+        self.next: dict[int, Callable[[], None]] = {}  # by worker whose gradients of rows are on their way
+        super().__init__(rule, places, deaths=[], **named)
+        about = {"epoch": EPOCH, "num_servers": len(self.hosts)}
+        self.tables = [TableClient([TABLE], rank=rank, **about) for rank in range(len(self.clients))]
+        self.talks = {0: self.tables[0]}
+        self.ask(0, self.tables[0].open())
+        self.run()
+        self.tables[0].require_done()
+        del self.talks[0]
+        self.deaths = {death.server: death for death in deaths}
+
+    def push(self, worker: int, value: float, push: Push) -> None:
+        keys = torch.arange(NUM_ROWS)
+        gradients = RowGradients(keys, torch.full((NUM_ROWS, TABLE.dim), value, dtype=TABLE.dtype))
+        assert not self.clients[worker].rows_come_along
+        self.talks[worker] = self.tables[worker]
+        self.next[worker] = partial(super().push, worker, value, push)
+        clock = self.clients[worker].clock
+        self.ask(worker, self.tables[worker].push([gradients], weight=1.0, clock=clock))
+
+    def take(self, source: str, target: str, key_range: int, item: Any) -> None:
+        super().take(source, target, key_range, item)
+        worker = int(target[1:]) if target[0] == "w" else -1
+        if worker in self.next and super().is_idle(worker):
+            self.tables[worker].require_done()
+            del self.talks[worker]
+            self.next.pop(worker)()
+
+    def is_idle(self, worker: int) -> bool:
+        return worker not in self.next and super().is_idle(worker)
+
+    def tables_of(self, server: int, key_range: int) -> list[dict[str, Tensor]]:
+        return [table.state() for table in self.copies[server, key_range][0].tables._tables]
+
+    def rows(self) -> dict[str, Tensor]:
+        """Raises AssertionError where copies differ."""
+        for chain in self.chains.chains:
+            first, *others = [self.tables_of(server, chain.key_range) for server in chain.servers]
+            for (own,), (its,) in ((first, other) for other in others):
+                assert all(torch.equal(own[name], tensor) for name, tensor in its.items())
+        return joined([self.tables_of(chain.head, chain.key_range)[0] for chain in self.chains.chains])
+
+
+class Restored(Net):
+    copies_anew = True
+
+
+class RestoredRows(RowsNet):
+    """Tables are not copied anew, and it does no harm to have tried."""
+
+    copies_anew = True
 
 
 class Training:
@@ -188,7 +271,7 @@ class Training:
     def go_on(self) -> None:
         for worker in list(self.acting):
             client = self.net.clients[worker]
-            if self.asked[worker] == "left" or (self.asked[worker] and not client.is_done):
+            if self.asked[worker] == "left" or (self.asked[worker] and not self.net.is_idle(worker)):
                 continue
             if self.asked[worker]:
                 client.require_done()
@@ -200,10 +283,8 @@ class Training:
                 self.steps[worker] += self.asked[worker] == "push"
             if self.steps[worker] < STEPS:
                 self.asked[worker] = "push"
-                for gradient in LAYOUT.views(self.net.buffers[worker][1]):
-                    gradient.fill_(value_of(worker, self.steps[worker]))
                 push = Push(pause_at=FOREVER, done=Done(0, self.steps[worker] + 1))
-                self.net.ask(worker, client.exchange(push))
+                self.net.push(worker, value_of(worker, self.steps[worker]), push)
             else:
                 self.asked[worker] = "leave"
                 self.net.ask(worker, client.leave())
@@ -257,8 +338,9 @@ def require_each_counts_whole(
     dies_after: int | None,
     joins_after: int | None = None,
     lives_on: bool = False,
+    kind: type[Net] = Net,
 ) -> None:
-    net = Net(rule, PLACES[places], replicas=replicas, deaths=deaths, seed=seed)
+    net = kind(rule, PLACES[places], replicas=replicas, deaths=deaths, seed=seed)
     training = Training(net, dead=None if dies_after is None else seed % NUM_WORKERS, lives_on=lives_on)
     training.run(dies_after=dies_after, joins_after=joins_after)
     clocks = counted(training).values()
@@ -267,9 +349,13 @@ def require_each_counts_whole(
     assert found[found != 0].tolist() == pytest.approx([-parts] * int((found != 0).sum()), rel=1e-6)
     assert int((found != 0).sum()) >= (101 if parts else 0)
     net.assert_copies_are_equal()
+    rows = net.rows()
+    if rows is not None:
+        assert rows["keys"].tolist() == (list(range(NUM_ROWS)) if parts else [])
+        assert rows["rows"].flatten().tolist() == pytest.approx([-parts] * rows["rows"].numel(), rel=1e-6)
 
 
-POINTS = st.integers(0, 90)
+POINTS, KINDS = st.integers(0, 90), st.sampled_from([Net, RowsNet])
 
 
 @settings(max_examples=60, deadline=None)
@@ -281,12 +367,28 @@ POINTS = st.integers(0, 90)
     dies_after=POINTS,
     joins_after=st.none() | POINTS,
     lives_on=st.booleans(),
+    kind=KINDS,
 )
 def test_a_worker_and_a_server_die(
-    rule: str, places: str, death: Death, seed: int, dies_after: int, joins_after: int | None, lives_on: bool
+    rule: str,
+    places: str,
+    death: Death,
+    seed: int,
+    dies_after: int,
+    joins_after: int | None,
+    lives_on: bool,
+    kind: type[Net],
 ) -> None:
     require_each_counts_whole(
-        rule, places, [death], replicas=1, seed=seed, dies_after=dies_after, joins_after=joins_after, lives_on=lives_on
+        rule,
+        places,
+        [death],
+        replicas=1,
+        seed=seed,
+        dies_after=dies_after,
+        joins_after=joins_after,
+        lives_on=lives_on,
+        kind=kind,
     )
 
 
@@ -298,24 +400,57 @@ def test_a_worker_and_a_server_die(
     seed=st.integers(0, 2**32),
     dies_after=st.none() | POINTS,
     joins_after=POINTS,
+    kind=KINDS,
 )
 def test_a_worker_joins_and_two_servers_die(
-    rule: str, places: str, deaths: list[Death], seed: int, dies_after: int | None, joins_after: int
+    rule: str,
+    places: str,
+    deaths: list[Death],
+    seed: int,
+    dies_after: int | None,
+    joins_after: int,
+    kind: type[Net],
 ) -> None:
     require_each_counts_whole(
-        rule, places, deaths, replicas=2, seed=seed, dies_after=dies_after, joins_after=joins_after
+        rule, places, deaths, replicas=2, seed=seed, dies_after=dies_after, joins_after=joins_after, kind=kind
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rule=st.sampled_from(["asp", "ssp", "bsp"]),
+    places=st.sampled_from(sorted(PLACES)),
+    deaths=TWO_DEATHS,
+    seed=st.integers(0, 2**32),
+    dies_after=st.none() | POINTS,
+    joins_after=st.none() | POINTS,
+    kind=st.sampled_from([Restored, RestoredRows]),
+)
+def test_copies_are_made_anew_while_workers_die_and_join(
+    rule: str,
+    places: str,
+    deaths: list[Death],
+    seed: int,
+    dies_after: int | None,
+    joins_after: int | None,
+    kind: type[Net],
+) -> None:
+    require_each_counts_whole(
+        rule, places, deaths, replicas=1, seed=seed, dies_after=dies_after, joins_after=joins_after, kind=kind
     )
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [Net, RowsNet])
 @pytest.mark.parametrize("places", sorted(PLACES))
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_worker_dies_with_a_server_after_any_of_its_messages(places: str, victim: int) -> None:
+def test_a_worker_dies_with_a_server_after_any_of_its_messages(places: str, victim: int, kind: type[Net]) -> None:
     for num_sent in range(1, 60):
         for seed in range(2):  # which says who dies
             rule = ("asp", "ssp", "bsp")[(num_sent + seed) % 3]
             death = Death(victim, num_sent, num_lost=num_sent // 3 % 3)
-            require_each_counts_whole(rule, places, [death], replicas=1, seed=seed, dies_after=WITH_A_SERVER)
+            about = {"replicas": 1, "seed": seed, "dies_after": WITH_A_SERVER, "kind": kind}
+            require_each_counts_whole(rule, places, [death], **about)
 
 
 def net_of(places: str) -> Net:

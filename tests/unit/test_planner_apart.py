@@ -97,10 +97,16 @@ def test_there_is_no_rule_for_others(text: str) -> None:
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
-def planned(gbit_per_s: float, *, noise: NoiseScale | None = NOISE, strategies: list[str] | None = None) -> Plan:
+def planned(
+    gbit_per_s: float,
+    *,
+    noise: NoiseScale | None = NOISE,
+    strategies: list[str] | None = None,
+    single_steps: float | None = None,
+) -> Plan:
     hosts = Hosts(count=WORKERS, bandwidth_gbit_per_s=gbit_per_s, latency_us=10.0, memory_gbyte_per_s=1e4)
     cluster = Cluster(hosts=(hosts,), compute=Compute(step_s=0.1))
-    return plan(cluster, WORK, noise=noise, strategies=strategies, num_checks=1)
+    return plan(cluster, WORK, noise=noise, strategies=strategies, single_steps=single_steps, num_checks=1)
 
 
 def of(found: Plan, label: str) -> Point:
@@ -129,6 +135,30 @@ def test_what_rounds_cost_is_in_the_time_to_target() -> None:
         together = (1 + 6) / (1 + 6 / WORKERS) * 0.1 / point.prediction.step_s
         assert point.target_speedup == pytest.approx(together / point.drift)
         assert point.drift == pytest.approx(drift(point.label))
+
+
+def test_a_run_that_is_known_to_be_short_pays_for_the_round_it_ends_in() -> None:
+    """A target is as likely to be met at any step of a round, and seen at its end: (every - 1) / 2 steps later."""
+    every = {"single": 1, "all-reduce": 1, "local-sgd:every=1": 1, "local-sgd:every=10": 10, "gossip:every=10": 1}
+    every |= {"async-diloco:every=10:quorum=3": 10}
+    free, short = (planned(0.05, strategies=[*every], single_steps=steps) for steps in (None, 50.0))
+    for without, with_round in zip(free.points, short.points, strict=True):
+        assert without.target_speedup is not None
+        late_s = (every[with_round.asked] - 1) / 2 * without.prediction.update_s
+        known_s = 50 * 0.1 / without.target_speedup + late_s
+        assert with_round.target_s == pytest.approx(known_s)
+        assert with_round.target_speedup == pytest.approx(50 * 0.1 / known_s)
+    assert {point.asked for point in free.points} == set(every)
+
+
+def test_rounds_are_shorter_the_shorter_the_run() -> None:
+    """A run of few steps has no use for rounds of half as many; a long one plans as if its length were not known."""
+    found = [planned(0.05, strategies=["single", "local-sgd"], single_steps=steps) for steps in (4.0, 60.0, 1e6)]
+    lengths = [point.best.prediction.iteration_s / point.best.prediction.step_s for point in found]
+    assert lengths == sorted(lengths)
+    assert found[0].best.label == "single"
+    assert lengths[1] < lengths[2]
+    assert found[2].best.label == planned(0.05, strategies=["single", "local-sgd"]).best.label
 
 
 def test_nothing_is_ranked_that_no_plan_knows() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.cluster.description import Cluster, Compute, Hosts, Servers
+from paceline.cluster.description import Cluster, Communication, Compute, Hosts, Servers
 from paceline.errors import UsageError
 from paceline.lab.variant import Variant
 from paceline.nn import ShardedEmbedding, read_ahead, read_together
@@ -120,12 +120,24 @@ def test_rows_of_another_batch_grow_as_from_one_to_two() -> None:
     rows = RowWork(1, ((80.0, 160.0),), 240.0, (100.0, 150.0))
     assert rows.of_part(2).updated_bytes[0] == pytest.approx(150.0)
     assert rows.of_part(0.5).sent_bytes == pytest.approx(240 / 1.5)
-    assert [rows.updated_bytes_of(num) for num in (1, 2, 4)] == [100, 150, 250]
+    # Each of several gradients is read, and added to what is read and written.
+    assert [rows.updated_bytes_of(num) for num in (1, 2, 4)] == [100, 150 + 3 * 2 * 240, 250 + 3 * 4 * 240]
 
 
 def cluster_of(placement: Any) -> Cluster:
     hosts = Hosts(count=8, bandwidth_gbit_per_s=1.0, latency_us=100.0, memory_gbyte_per_s=10.0)
     return Cluster(hosts=(hosts,), compute=Compute(step_s=0.002), servers=Servers(placement=placement))
+
+
+def costly(cluster: Cluster) -> Cluster:
+    """Requests, and picking rows out of memory, take about as long as the links."""
+    hosts = tuple(replace(host, row_gbyte_per_s=0.5) for host in cluster.hosts)
+    return replace(
+        cluster,
+        hosts=hosts,
+        servers=replace(cluster.servers, request_us=200.0),
+        communication=Communication(request_us=200.0),
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,8 +148,11 @@ def cluster_of(placement: Any) -> Cluster:
         ("ps-ssp:servers=1:row_staleness=3", "separate", 0.15),
     ],
 )
-def test_the_virtual_engine_takes_as_long(strategy: str, placement: str, tolerance: float, tmp_path: Path) -> None:
-    cluster = cluster_of(placement)
+@pytest.mark.parametrize("costs", [False, True])
+def test_the_virtual_engine_takes_as_long(
+    strategy: str, placement: str, tolerance: float, costs: bool, tmp_path: Path
+) -> None:
+    cluster = costly(cluster_of(placement)) if costs else cluster_of(placement)
     chosen = Variant.parse(strategy).strategy
     found = predict(cluster, strategy=chosen, workers=2, work=seen())
     result = virtual_engine.run(train, strategy=strategy, workers=2, out=tmp_path, cluster=cluster, max_steps=28)

@@ -52,6 +52,7 @@ def reports(count: int, changes: dict[tuple[int, int], dict[str, float]] | None 
             operation_s=1e-3,
             shared_bytes_per_s=2e9,
             memory_bytes_per_s=8e9,
+            row_bytes_per_s=3e9,
         )
         for rank in range(count)
     ]
@@ -73,7 +74,13 @@ def test_alike_hosts_are_one_table_with_every_number_worked_by_hand() -> None:
     cluster = fit(facts(3), taken(0.2, 0.2, 0.2), reports(3), about="it")
     (hosts,) = cluster.hosts
     assert hosts == Hosts(
-        name="host", count=3, cores=4, bandwidth_gbit_per_s=1.0, latency_us=50.0, memory_gbyte_per_s=8.0
+        name="host",
+        count=3,
+        cores=4,
+        bandwidth_gbit_per_s=1.0,
+        latency_us=50.0,
+        memory_gbyte_per_s=8.0,
+        row_gbyte_per_s=3.0,
     )
     assert cluster.compute.step_s == 0.2
     assert cluster.compute.backward_share == 0.6

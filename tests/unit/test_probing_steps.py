@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import BudgetReached, UsageError
-from paceline.probing.step_times import StepWatch, sleeps_told
+from paceline.nn import ShardedEmbedding
+from paceline.probing.step_times import Apart, StepWatch, rows_told, sleeps_told
+from paceline.server.tables.table import Table
 from paceline.strategies.replica import describe
 
 
@@ -63,7 +65,7 @@ def watched(watch: StepWatch, clock: Clock, *, num_steps: int, num_passes: int =
     for _ in range(num_steps):
         for _ in range(num_passes):
             clock.take(0.5 + asleep_s)
-            watch.slept(asleep_s)
+            watch.leave_out(asleep_s)
             model(torch.ones(1, requires_grad=True)).sum().backward()
         with torch.no_grad():
             model(torch.ones(1))  # an evaluation takes time, and is no pass
@@ -125,3 +127,16 @@ def test_a_sleep_counts_for_as_long_as_it_was_asked_for(monkeypatch: pytest.Monk
     time.sleep(5.0)
     assert clock.now_s == pytest.approx(1.5 * (2.0 + 7.0 + 5.0))
     assert told == [2.0]
+
+
+def test_what_servers_do_with_rows_is_told_once_each() -> None:
+    """A script with a table is probed with its rows in its own process, where a server's work is no part of a step."""
+    assert Apart().traits.holds_rows
+    table, told, real = ShardedEmbedding(100, 4, optimizer="sgd", name="rows"), list[float](), Table.read
+    with rows_told(told.append):
+        table(torch.arange(5)).sum().backward()
+        assert len(told) == 1
+        table.update()  # which looks whether it can take the gradients first
+    assert len(told) == 3
+    assert min(told) > 0
+    assert Table.read is real

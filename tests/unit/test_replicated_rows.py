@@ -23,7 +23,7 @@ from paceline.server.tables.client_core import TableClient
 from paceline.server.tables.dividing import joined
 from paceline.server.tables.spec import RowGradients, TableSpec
 from tests.unit.one_table import spec_of
-from tests.unit.test_replication import (
+from tests.unit.replicated_servers import (
     DEATHS,
     EPOCH,
     FOREVER,
@@ -53,8 +53,6 @@ class RowsNet(Net):
     """Every worker reads rows of tables, and pushes gradients that depend on them."""
 
     def __init__(self, rule: str, specs: Sequence[TableSpec], *, deaths: Iterable[Death], **about: Any) -> None:
-        self.talks: dict[int, Conversation] = {}
-        """By worker, if it is about tables, what it asks."""
         self.rows_bytes = [0, 0]
         """Of updates, as a head tells them, and as workers push them."""
         super().__init__(rule, num_workers=NUM_WORKERS, spec=PLAIN, deaths=[], **about)
@@ -64,16 +62,6 @@ class RowsNet(Net):
         ]
         self.do_all([self.opened()])
         self.deaths = {death.server: death for death in deaths}
-
-    def take(self, source: str, target: str, key_range: int, item: Any) -> None:
-        if target[0] != "w" or source == "launcher":
-            super().take(source, target, key_range, item)
-        elif source == f"s{self.heads[int(target[1:])][key_range]}":
-            worker, answer = int(target[1:]), Message.decode(item, epoch=None)
-            self.ask(worker, hear(self.clients[worker], self.talk_of(worker), key_range, answer))
-
-    def talk_of(self, worker: int) -> Conversation:
-        return self.talks.get(worker, self.clients[worker])
 
     def put(self, source: str, target: str, key_range: int, item: Any) -> None:
         if source != "launcher":
@@ -95,7 +83,7 @@ class RowsNet(Net):
 
         def go_on() -> None:
             for worker, thread in list(left.items()):
-                if self.talk_of(worker).is_done and self.clients[worker].is_done:
+                if self.is_idle(worker):
                     talk = next(thread, done)
                     if isinstance(talk, tuple):
                         self.talks[worker], sends = talk
@@ -132,7 +120,8 @@ class RowsNet(Net):
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 gradient.copy_(torch.full_like(parameter, power) if is_exact else torch.cos(parameter + power))
             lrs = [] if is_exact else [0.1 / (1 + step), None, None]
-            assert client.take_along(tables.parts(rows, weight=1.0 + worker if not is_exact else 1.0, lrs=lrs))
+            assert client.rows_come_along
+            client.take_along(tables.parts(rows, weight=1.0 + worker if not is_exact else 1.0, lrs=lrs))
             yield client, client.exchange(Push(pause_at=FOREVER))
             client.require_done()
             assert client.reply().admitted
@@ -259,7 +248,8 @@ def test_a_copy_that_does_not_see_the_files_says_so() -> None:
     (copy,) = net.chains.chains[0].servers[1:]
     core, *_ = net.copies[copy, 0]
     about = {"table": 0, "directory": "/nonesuch", "num_servers": 3, "server": 0, "files": [["rows", 1, 0]]}
-    entry = Message(Kind.REPLICATE, 0, body={"what": "tables", "kind": Kind.LOAD_ROWS.value, "body": about})
+    said = {"what": "tables", "kind": Kind.LOAD_ROWS.value, "worker": 0, "at": 0, "body": about}
+    entry = Message(Kind.REPLICATE, 0, body=said)
     with pytest.raises(RunFailed, match=r"a copy of tables cannot do .* where the hosts of all servers see them"):
         entries.apply(entry, core, entries.zeroed(core.parts), lambda _: None)
 

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 
@@ -16,18 +16,25 @@ from torch import Tensor
 
 from paceline.comm.servers.lending import Lending, can_lend
 from paceline.comm.servers.loan import Loan
-from paceline.comm.servers.self_service import SelfService
+from paceline.comm.servers.self_service import SelfService, SelfServices
+from paceline.comm.servers.service import ParameterService
 from paceline.comm.shared_memory import mutex
 from paceline.comm.shared_memory.block import SharedBlock
 from paceline.comm.shared_memory.mutex import MUTEX_BYTES, RobustMutex
+from paceline.comm.wire import Keys
 from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.messages import Kind, Message
+from paceline.records import NullReporter
 from paceline.server.actions import Send
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
+from paceline.server.chains import Chains
+from paceline.server.closing import Applied
+from paceline.server.part import Part
 from paceline.server.ranges import cut
 from paceline.server.server_core import ServerCore
-from paceline.server.spec import OptimizerSpec, ServerSpec
+from paceline.server.spec import OptimizerSpec, Push, ServerSpec
+from tests.unit.server_groups import EPOCH, attached
 
 SGD = OptimizerSpec(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, ({"lr": 0.1}, {"lr": 0.02}), element_wise=True)
 ADAM = OptimizerSpec(torch.optim.Adam, {"lr": 0.1}, ({"lr": 0.1}, {"lr": 0.02}), element_wise=True)
@@ -36,42 +43,60 @@ FOREVER = 10**9
 FORKS = multiprocessing.get_context("fork")  # children share the memory, and the test's functions
 
 
-class Site:
-    """A server's core, and the workers on its host."""
+Rule = Callable[[int], AdmissionRule]
 
-    def __init__(self, rule: AdmissionRule, optimizer: OptimizerSpec = SGD, *, max_updates: int | None = None) -> None:
-        size = rule.members.size
-        pieces = cut(LAYOUT, num_servers=1, whole_tensors=False)[0]
-        spec = ServerSpec(LAYOUT, pieces, optimizer, rule, max_updates)
-        assert can_lend(spec)
-        self.core = ServerCore(index=0, epoch=1)
-        self.core.configure(spec)
+
+class Site:
+    """Servers' cores, and the workers on their host."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        size: int,
+        optimizer: OptimizerSpec = SGD,
+        *,
+        servers: int = 1,
+        max_updates: int | None = None,
+    ) -> None:
+        ranges = cut(LAYOUT, num_servers=servers, whole_tensors=False)
+        specs = [ServerSpec(LAYOUT, pieces, optimizer, rule(size), max_updates) for pieces in ranges]
+        assert all(map(can_lend, specs))
+        self.cores = [ServerCore(index=index, epoch=1) for index in range(servers)]
         self.gradients = [SharedBlock.create(LAYOUT.num_bytes) for _ in range(size)]
         self.parameters = [torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(size)]
         for rank in range(size):
             self.gradients[rank].tensor.view(torch.float32).copy_(torch.arange(LAYOUT.num_bytes // 4) * (rank + 1) / 7)
-            message = Message(Kind.ATTACH, 1, sender=rank)
-            memory = {"gradients": self.gradients[rank].tensor, "parameters": self.parameters[rank]}
-            self.core.attach(message, **memory, is_beside=True)
+        for core, spec in zip(self.cores, specs, strict=True):
+            core.configure(spec)
+            for rank in range(size):
+                message = Message(Kind.ATTACH, 1, sender=rank)
+                memory = {"gradients": self.gradients[rank].tensor, "parameters": self.parameters[rank]}
+                core.attach(message, **memory, is_beside=True)
         self.ask(Message(Kind.INITIALISE, 1))
-        self.lending = Lending(spec)
-        block = SharedBlock.open(self.lending.address)
-        self.workers = [
-            SelfService(
-                Loan(block.tensor, LAYOUT, size),
-                worker=rank,
-                pieces=pieces,
-                parameters=[piece.view(LAYOUT, self.parameters[rank]) for piece in pieces],
-                spec=optimizer,
-                open_gradients=lambda _: [
-                    [piece.view(LAYOUT, own.tensor) for piece in pieces] for own in self.gradients
-                ],
-            )
+        self.lendings = list(map(Lending, specs))
+        blocks = [SharedBlock.open(lending.address) for lending in self.lendings]
+        self.each = [
+            [
+                SelfService(
+                    Loan(block.tensor, LAYOUT, pieces, size),
+                    worker=rank,
+                    pieces=pieces,
+                    parameters=[piece.view(LAYOUT, self.parameters[rank]) for piece in pieces],
+                    spec=optimizer,
+                    open_gradients=lambda _, pieces=pieces: [
+                        [piece.view(LAYOUT, own.tensor) for piece in pieces] for own in self.gradients
+                    ],
+                )
+                for block, pieces in zip(blocks, ranges, strict=True)
+            ]
             for rank in range(size)
         ]
+        self.workers = list(map(SelfServices, self.each))
 
     def ask(self, message: Message) -> list[Message]:
-        return [action.message for action in self.core.receive(message, 0.0) if isinstance(action, Send)]
+        """Of all servers."""
+        said = [action for core in self.cores for action in core.receive(message, 0.0)]
+        return [action.message for action in said if isinstance(action, Send)]
 
     def push_by_message(self, rank: int, clock: int) -> list[Message]:
         return self.ask(Message(Kind.EXCHANGE, 1, sender=rank, clock=clock, pause_at=FOREVER))
@@ -81,15 +106,26 @@ class Site:
             self.push_by_message(rank, clock)
 
     def lend(self) -> None:
-        assert self.core.is_quiet
-        self.lending.lend(self.core.parts, [astuple(own.address) for own in self.gradients])
+        for core, lending in zip(self.cores, self.lendings, strict=True):
+            assert core.is_quiet
+            lending.lend(core.parts, [astuple(own.address) for own in self.gradients])
+
+    def take_back(self) -> list[Applied]:
+        """What the first server is told."""
+        first, *_ = [lending.take_back(core.parts) for core, lending in zip(self.cores, self.lendings, strict=True)]
+        return first
 
     @property
     def shard(self) -> list[Tensor]:
-        """All that the server's shards hold."""
-        own = [tensor for part in self.core.parts for tensor in part.shard.parameters]
-        states = [part.shard.optimizer.state.values() for part in self.core.parts]
+        """All that the servers' shards hold."""
+        parts = [part for core in self.cores for part in core.parts]
+        own = [tensor for part in parts for tensor in part.shard.parameters]
+        states = [part.shard.optimizer.state.values() for part in parts]
         return [*own, *(value for some in states for state in some for value in state.values())]
+
+    @property
+    def clocks(self) -> list[object]:
+        return [part.shard.clocks() for core in self.cores for part in core.parts]
 
 
 def bsp(size: int) -> AdmissionRule:
@@ -100,10 +136,11 @@ def asp(size: int) -> AdmissionRule:
     return StaleSynchronous(Membership.first(size), staleness=math.inf)
 
 
+@pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("optimizer", [SGD, ADAM])
 @pytest.mark.parametrize("rule", [bsp, asp])
-def test_updates_are_those_of_the_server(rule: Callable[[int], AdmissionRule], optimizer: OptimizerSpec) -> None:
-    site, twin = Site(rule(2), optimizer), Site(rule(2), optimizer)
+def test_updates_are_those_of_the_servers(rule: Rule, optimizer: OptimizerSpec, servers: int) -> None:
+    site, twin = (Site(rule, 2, optimizer, servers=servers) for _ in range(2))
     site.step_by_message(0)
     twin.step_by_message(0)
     applied = []
@@ -116,61 +153,79 @@ def test_updates_are_those_of_the_server(rule: Callable[[int], AdmissionRule], o
         for worker in site.workers:
             served = worker.take()
             assert served is not None
-            assert served.clock == clock + 1
+            assert [each.clock for each in served] == servers * [clock + 1]
         if clock % 4 == 0:
-            applied += site.lending.take_back(site.core.parts)
-    assert [part.shard.clocks() for part in site.core.parts] == [part.shard.clocks() for part in twin.core.parts]
-    assert site.core.iteration == twin.core.iteration == applied[-1].iteration
+            applied += site.take_back()
+    assert site.clocks == twin.clocks
+    assert site.cores[0].iteration == twin.cores[0].iteration == applied[-1].iteration
     assert len(applied) == 16
     for own, other in zip([*site.shard, *site.parameters], [*twin.shard, *twin.parameters], strict=True):
         assert torch.equal(own, other)
 
 
-def test_a_push_that_waits_for_others_goes_to_the_server_when_that_takes_the_shard_back() -> None:
-    site = Site(bsp(2))
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_push_that_waits_for_others_goes_to_the_servers_when_one_takes_its_shard_back(servers: int) -> None:
+    site = Site(bsp, 2, servers=servers)
     site.step_by_message(0)
     site.lend()
     first, second = site.workers
     assert first.push()
     assert not first.is_over
-    site.lending.take_back(site.core.parts)
+    site.lendings[-1].take_back(site.cores[-1].parts)
     assert first.is_over
     assert first.take() is None
     assert not second.push()
+    site.take_back()
     assert site.push_by_message(0, 1) == []
-    assert len(site.push_by_message(1, 1)) == 2
+    assert len(site.push_by_message(1, 1)) == 2 * servers
+
+
+def test_a_push_is_over_when_all_servers_shards_have_it() -> None:
+    site = Site(bsp, 2, servers=2)
+    site.step_by_message(0)
+    site.lend()
+    first, _ = site.workers
+    assert first.push()
+    for each in site.each[1]:  # as the second worker does, who is slow
+        assert not first.is_over
+        assert each.may_push()
+        each.push()
+    assert first.is_over
+    served = first.take()
+    assert served is not None
+    assert [each.iteration for each in served] == [2, 2]
 
 
 def test_what_is_due_before_the_shard_is_taken_back_counts() -> None:
-    site = Site(bsp(2))
+    site = Site(bsp, 2)
     site.step_by_message(0)
     site.lend()
     first, second = site.workers
     assert first.push()
     assert second.push()
-    site.lending.take_back(site.core.parts)
+    site.take_back()
     served = first.take()
     assert served is not None
-    assert served.iteration == site.core.iteration == 2
+    assert served[0].iteration == site.cores[0].iteration == 2
 
 
 def test_the_last_update_is_the_servers() -> None:
-    site = Site(asp(1), max_updates=3)
+    site = Site(asp, 1, max_updates=3)
     site.step_by_message(0)
     site.lend()
     assert [site.workers[0].push() for _ in range(3)] == [True, True, False]
 
 
 def test_a_shard_is_not_lent_while_a_worker_waits() -> None:
-    site = Site(bsp(2))
+    site = Site(bsp, 2)
     site.step_by_message(0)
     site.push_by_message(0, 1)
-    assert not site.core.is_quiet
+    assert not site.cores[0].is_quiet
 
 
 def sequence(num_updates: int) -> list[list[Tensor]]:
     """What a lone worker's shard holds after each number of updates."""
-    site = Site(asp(1))
+    site = Site(asp, 1)
     found = [[]]
     for clock in range(num_updates):
         site.step_by_message(clock)
@@ -184,16 +239,16 @@ def die(*_: object) -> None:
 
 @pytest.mark.parametrize("moment", ["before the kernel", "after the kernel", "once in force"])
 def test_a_worker_killed_inside_leaves_the_shard_before_or_after(moment: str) -> None:
-    site = Site(asp(1))
+    site = Site(asp, 1)
     site.step_by_message(0)
     site.lend()
-    (worker,) = site.workers
+    (worker,), ((own,),) = site.workers, site.each
     assert worker.push()
 
     def push_and_die() -> None:
         if moment == "once in force":
-            worker._receive = die  # type: ignore[assignment,method-assign]
-        for side in worker._sides:
+            own._receive = die  # type: ignore[assignment,method-assign]
+        for side in own._sides:
             step = side.step
             side.step = {"before the kernel": die, "after the kernel": lambda step=step: die(step())}.get(moment, step)
         worker.push()
@@ -206,7 +261,7 @@ def test_a_worker_killed_inside_leaves_the_shard_before_or_after(moment: str) ->
 
 
 def test_a_worker_killed_at_any_moment_leaves_a_whole_shard() -> None:
-    site = Site(asp(1))
+    site = Site(asp, 1)
     site.step_by_message(0)
     site.lend()
     (worker,) = site.workers
@@ -215,7 +270,7 @@ def test_a_worker_killed_at_any_moment_leaves_a_whole_shard() -> None:
     def push_on() -> None:
         for _ in range(100):
             worker.push()
-            site.lending.look()
+            site.lendings[0].look()
         os._exit(0)
 
     for _ in range(10):
@@ -230,12 +285,12 @@ def test_a_worker_killed_at_any_moment_leaves_a_whole_shard() -> None:
 
 def require_whole(site: Site, *, num_updates: int | None) -> None:
     """The shard is as after that many updates, and can be updated."""
-    count = site.lending.iteration
+    count = site.lendings[0].iteration
     assert num_updates in (None, count)
     (worker,) = site.workers
     assert worker.push()
-    site.lending.take_back(site.core.parts)
-    assert site.core.iteration == count + 1
+    site.take_back()
+    assert site.cores[0].iteration == count + 1
     for own, expected in zip(site.shard, sequence(count + 1)[-1], strict=True):
         assert torch.equal(own, expected)
 
@@ -255,3 +310,32 @@ def test_a_lock_outlives_its_owner() -> None:
     for _ in range(2):
         with lock:
             pass
+
+
+@pytest.mark.parametrize("are_here", [(True, True), (True, False)], ids=["all here", "one elsewhere"])
+def test_servers_lend_where_their_worker_borrows(are_here: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which it does where all servers are on its host: a push is for all of them, or for none."""
+    lend, lent = Lending.lend, []
+
+    def noted(lending: Lending, parts: Sequence[Part], gradients: Sequence[Sequence[int]]) -> None:
+        lent.append(lending)
+        lend(lending, parts, gradients)
+
+    monkeypatch.setattr(Lending, "lend", noted)
+    with attached(LAYOUT, SGD, bsp(1), are_here=are_here) as group:
+        for clock in range(3):
+            assert group.exchange(Push(pause_at=FOREVER)).iteration == clock + 1
+    assert len(lent) == (2 if all(are_here) else 0), "after the first push, which is a message"
+
+
+def test_servers_with_copies_lend_nothing() -> None:
+    """Copies would not hear of what workers change themselves."""
+    chain = Chains.first(["here", "here"], replicas=1, epoch=EPOCH).chains[0]
+    spec = ServerSpec(LAYOUT, cut(LAYOUT, num_servers=1, whole_tensors=False)[0], SGD, asp(2), None)
+    assert can_lend(spec)
+    keys = Keys.generate()
+    for server in chain.servers:
+        service = ParameterService(keys, host="127.0.0.1", index=server, epoch=EPOCH, reporter=NullReporter())
+        service.replicate(spec, chain, endpoints={})
+        assert service._copies[0]._lending is None
+        service._close()

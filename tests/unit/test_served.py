@@ -79,8 +79,7 @@ def test_pieces_of_the_state_that_were_lost_are_asked_for_again() -> None:
     while process.core.phase is not Phase.FETCHING:
         run.now_s += 1.0
         process.act(run.now_s)
-        while process.sent:
-            run.hear(process)
+        run.hear_all(process)
         process.take(run.now_s)
     cut(process)
     run.calm(rounds=1)
@@ -103,8 +102,7 @@ def test_a_server_that_was_killed_learns_again_who_is_there_and_takes_the_update
     run = Run(min_clients=2)
     waiting, training = attached(run, 0), attached(run, 1)
     waiting.train()
-    while waiting.sent:
-        run.hear(waiting)
+    run.hear_all(waiting)
     run.restart()
     assert training.core.phase is Phase.TRAINING
     run.calm(rounds=1)
@@ -126,17 +124,13 @@ def test_a_client_whose_word_that_its_update_counted_was_lost_learns_it_with_its
     run = Run()
     process = attached(run)
     process.train()
-    while process.sent:
-        run.hear(process)
+    run.hear_all(process)
     cut(process)
     assert process.core.counted == -1
     while process.core.phase is not Phase.TRAINING:
         run.now_s += 1.0
         process.act(run.now_s)
-        while process.sent:
-            run.hear(process)
-        while process.coming:
-            process.take(run.now_s)
+        run.exchange(process)
     assert (process.core.round, process.core.counted) == (1, 0)
 
 
@@ -148,8 +142,7 @@ def test_an_update_that_is_late_or_of_a_round_that_begins_again_has_not_counted(
     for each in (process, other):
         each.train()
         run.processes = [each]
-        while each.sent:
-            run.hear(each)
+        run.hear_all(each)
     run.processes = [process, other]
     run.calm(rounds=2)
     assert run.accepted[0] == []
@@ -166,10 +159,7 @@ def test_a_client_does_not_go_on_with_a_server_of_another_run() -> None:
     while process.core.failure is None and run.now_s < DEADLINE_S:
         run.now_s += 1.0
         process.act(run.now_s)
-        while process.sent:
-            run.hear(process)
-        while process.coming:
-            process.take(run.now_s)
+        run.exchange(process)
     assert process.core.failure == "it serves another run by now; join again"
 
 
@@ -178,8 +168,7 @@ def test_an_update_that_comes_twice_counts_once() -> None:
     process, _ = attached(run, 0), attached(run, 1)
     process.train()
     process.sent += process.sent
-    while process.sent:
-        run.hear(process)
+    run.hear_all(process)
     assert run.accepted[0] == [0]
 
 

@@ -196,8 +196,7 @@ def test_words_that_are_lost_are_said_again() -> None:
             process.act(run.now_s)
             process.train()
             lose(process, "out", process.sent)
-            while process.sent:
-                run.hear(process)
+            run.hear_all(process)
             lose(process, "in", process.coming)
             while process.coming:
                 process.take(run.now_s)
@@ -307,10 +306,7 @@ def test_an_update_whose_end_comes_after_its_stage_is_dropped() -> None:
             process.act(run.now_s)
             if process is not slow:
                 process.train()
-            while process.sent:
-                run.hear(process)
-            while process.coming:
-                process.take(run.now_s)
+            run.exchange(process)
     slow.train()
     run.hear(slow)  # the first piece of two
     run.now_s += DEADLINE_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,8 @@ from paceline.server import client_core, server_core
 from paceline.server.actions import Action, BesideNext, Send, Updated
 from paceline.server.admission import AdmissionRule, BulkSynchronous, Quorum, StaleSynchronous
 from paceline.server.client_core import ClientCore
+from paceline.server.coded_push import PushCoding
+from paceline.server.conversation import Conversation
 from paceline.server.ranges import cut
 from paceline.server.server_core import ServerCore
 from paceline.server.spec import OptimizerSpec, Push, ServerSpec
@@ -39,6 +41,7 @@ class Net:
     Args:
         beside: of each worker, whether each server is on its host.
         outlives_workers: these may die.
+        coding: of what each worker pushes; none: it goes as it is.
     """
 
     def __init__(
@@ -49,12 +52,14 @@ class Net:
         randomness: random.Random,
         piece_bytes: int,
         outlives_workers: bool = False,
+        coding: Sequence[PushCoding] = (),
     ) -> None:
-        rules = list(rules)
+        rules, codec = list(rules), coding[0].codec if coding else None
         self.servers = [ServerCore(index=index, epoch=EPOCH) for index in range(len(rules))]
         ranges = cut(LAYOUT, num_servers=len(rules), whole_tensors=False, piece_bytes=piece_bytes)
         for server, pieces, rule in zip(self.servers, ranges, rules, strict=True):
-            server.configure(ServerSpec(LAYOUT, pieces, SPEC, rule, None, outlives_workers=outlives_workers))
+            spec = ServerSpec(LAYOUT, pieces, SPEC, rule, None, codec=codec, outlives_workers=outlives_workers)
+            server.configure(spec)
         self.clients = [ClientCore(rank=rank, epoch=EPOCH, beside=each) for rank, each in enumerate(beside)]
         self.buffers = [[torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(2)] for _ in beside]
         self.under_way: dict[tuple[bool, int, int], deque[list[Any]]] = {}
@@ -63,14 +68,14 @@ class Net:
         self.errors: list[int] = []
         self.bytes: Counter[int] = Counter()
         """Of the messages of each worker."""
+        self.talks: dict[int, Conversation] = {}
+        """By worker, if it is about tables, what it asks."""
         self._beside, self._random = beside, randomness
         for rank, client in enumerate(self.clients):
             parameters, gradients = self.buffers[rank]
             memory = [{"beside": is_beside} for is_beside in beside[rank]]
-            self.ask(
-                rank,
-                client.attach(LAYOUT, ranges, whole=False, parameters=parameters, gradients=gradients, bodies=memory),
-            )
+            own = {"parameters": parameters, "gradients": gradients, "coding": coding[rank] if coding else None}
+            self.ask(rank, client.attach(LAYOUT, ranges, whole=False, bodies=memory, **own))
             self.run()
             client.attached()
         self.ask(0, self.clients[0].initialise(iteration=0))
@@ -83,7 +88,13 @@ class Net:
     def push(self, worker: int, value: float, **push: Any) -> None:
         for gradient in LAYOUT.views(self.buffers[worker][1]):
             gradient.fill_(value)
-        self.ask(worker, self.clients[worker].exchange(Push(pause_at=FOREVER, **push)))
+        pushed = Push(pause_at=FOREVER, **push)
+        self.clients[worker].encode(pushed)
+        self.ask(worker, self.clients[worker].exchange(pushed))
+
+    def is_idle(self, worker: int) -> bool:
+        """Whether all that it has asked is answered."""
+        return self.clients[worker].is_done
 
     def ask(self, worker: int, sends: Iterable[Send]) -> None:
         for server, message in sends:
@@ -100,7 +111,7 @@ class Net:
         is_request, worker, server = way
         if not is_request:
             self.bytes[worker] += message.num_bytes
-            self.ask(worker, self.clients[worker].receive(server, message))
+            self.ask(worker, self.talks.get(worker, self.clients[worker]).receive(server, message))
             return
         core = self.servers[server]
         if message.kind is Kind.ATTACH:
@@ -118,9 +129,8 @@ class Net:
         if message.kind is Kind.ERROR:
             self.errors.append(worker)
             return
-        frames = message.encode_head() if self._beside[worker][server] else message.encode()
         queue = self.under_way.setdefault((is_request, worker, server), deque())
-        queue.append([bytes(frame) for frame in frames])
+        queue.append([bytes(frame) for frame in message.encode()])
 
 
 def gradient(worker: int, clock: int) -> float:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule, BulkSynchronous, ProtocolError, StaleSynchronous
+from paceline.server.closing import Applied
 from paceline.server.optimizer import build_optimizer
-from paceline.server.shard import Applied, Shard
+from paceline.server.shard import Shard
 
 NEVER = 10**9
 SHAPES = ((3, 4), (), (5,))

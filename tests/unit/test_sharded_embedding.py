@@ -98,3 +98,15 @@ def test_a_scaled_loss_is_refused() -> None:
     table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd", name="users")
     with torch.autocast("cpu", torch.float16), pytest.raises(UsageError, match=r"table 'users'.*use bfloat16"):
         table(torch.tensor([1]))
+
+
+def test_gradients_of_rows_stay_when_a_parameters_in_the_same_memory_is_changed() -> None:
+    """A sum hands one tensor on to both of its terms, and a view of it becomes the parameter's `grad`."""
+    table, bias = ShardedEmbedding(5, 2, optimizer="sgd"), torch.nn.Parameter(torch.zeros(6))
+    added = table(torch.arange(3)) + bias.view(3, 2)
+    (added * torch.tensor([[1.0, 2.0]])).sum().backward()
+    assert bias.grad is not None
+    bias.grad.zero_()
+    gradients = table.take_gradients()
+    assert gradients is not None
+    assert gradients.values.tolist() == [[1.0, 2.0]] * 3

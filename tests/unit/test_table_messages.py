@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.messages import Kind, Message, WireError
-from paceline.server.shard import Applied
+from paceline.server.closing import Applied
 from paceline.server.tables.hashing import owners
 from tests.unit.one_table import DIM, NUM_ROWS, Net, gradients_of, spec_of
 
@@ -57,6 +57,35 @@ def test_one_update_has_one_learning_rate() -> None:
         server.update([Applied(1, worker, 5, 0) for worker in (0, 1)])
     mean = (gradients_of([3], 0).values + gradients_of([3], 1).values) / 2
     torch.testing.assert_close(net.read([3]), -0.25 * mean)
+
+
+def test_where_workers_join_an_update_has_the_rate_of_the_first_that_uses_the_table() -> None:
+    net = Net(spec_of("sgd:lr=1", std=0.0), num_servers=1, num_workers=3)
+    net.servers[0].agrees_on_rates = False
+    for worker, (lr, keys) in enumerate(((2.0, None), (0.5, [3]), (4.0, [3]))):
+        gradients = None if keys is None else gradients_of(keys, 0)
+        net.ask(worker, net.clients[worker].push([gradients], weight=1.0, lrs=[lr], clock=0))
+    net.servers[0].update([Applied(1, worker, 0, 0) for worker in range(3)])
+    torch.testing.assert_close(net.read([3]), -0.5 * 2 / 3 * gradients_of([3], 0).values)
+
+
+@pytest.mark.parametrize(("counts", "is_made"), [(6, True), (5, False), (None, False)])
+def test_of_a_worker_that_is_gone_those_rows_are_left_whose_push_counts(counts: int | None, is_made: bool) -> None:
+    net = Net(spec_of("sgd:lr=1", std=0.0), num_servers=1)
+    (server,) = net.servers
+    net.ask(0, net.clients[0].push([gradients_of([3], 0)], weight=1.0, clock=6))
+    server.let_go(0, clock=counts)
+    assert server.has_waiting == is_made
+    server.update([Applied(1, 0, 6, 0)])
+    assert net.counts()["rows"] == int(is_made)
+
+
+def test_rows_are_in_no_update_but_that_of_their_push() -> None:
+    net = Net(spec_of("sgd:lr=1", std=0.0), num_servers=1)
+    net.ask(0, net.clients[0].push([gradients_of([3], 0)], weight=1.0, clock=6))
+    net.servers[0].update([Applied(1, 0, 5, 0)])
+    assert net.servers[0].has_waiting
+    assert net.counts()["rows"] == 0
 
 
 def test_updates_of_one_worker_each_may_have_rates_of_their_own() -> None:
@@ -128,4 +157,5 @@ def test_messages_that_make_no_sense_are_refused(message: Message, error: str) -
     net = Net(spec_of(), num_servers=1)
     with pytest.raises(WireError, match=error):
         net.servers[0].receive(message)
-    assert not net.servers[0].is_empty
+    assert not net.servers[0].has_waiting
+    assert net.servers[0].receive(request(Kind.SHOW_ROWS, {}))  # it has its tables still

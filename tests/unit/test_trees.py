@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -197,8 +197,9 @@ def test_alone_every_tree_comes_back_as_it_is(tree: Any) -> None:
 
 
 def test_dicts_of_other_kinds_stay_so() -> None:
-    tree = {"ordered": OrderedDict(b=1.0, a=2.0), "default": defaultdict(list, x=1.0)}
+    tree = {"ordered": OrderedDict(b=1.0, a=2.0), "default": defaultdict(list, x=1.0), "counter": Counter(x=3)}
     found = all_reduce_tree(AloneCollective(), tree, op="sum")
+    assert_same(found, tree)
     assert list(found["ordered"]) == ["b", "a"]
     assert found["default"]["missing"] == []
 
@@ -211,6 +212,7 @@ def test_dicts_of_other_kinds_stay_so() -> None:
         (2**70, "does not fit 64 bits"),
         (np.array(["text"]), "arrays of str.* cannot be exchanged"),
         (torch.eye(2).to_sparse(), "is not dense numbers"),
+        (np.ma.masked_array([1.0, 2.0], mask=[False, True]), "a masked array is not dense numbers"),
         (torch.empty(2, device="meta"), "is not dense numbers"),
     ],
     ids=repr,
@@ -222,12 +224,23 @@ def test_what_can_be_no_leaf_is_refused(leaf: Any, words: str) -> None:
 
 def test_jax_arrays_come_back_as_such() -> None:
     jax = pytest.importorskip("jax", reason="jax is not installed")
-    tree = {"w": jax.numpy.arange(6.0).reshape(2, 3), "i": jax.numpy.arange(3)}
+    tree = {"w": jax.numpy.arange(6.0).reshape(2, 3), "i": jax.numpy.arange(3), "b": jax.numpy.ones(5)}
     found = all_reduce_tree(AloneCollective(), tree, op="sum")
+    first, second = (found[name].unsafe_buffer_pointer() for name in ("b", "w"))
+    assert second - first == 64, "JAX has taken over the memory in which they travelled, one behind the other"
     for name, array in tree.items():
         assert isinstance(found[name], jax.Array)
         assert found[name].dtype == array.dtype
         assert (found[name] == array).all()
+
+
+def test_a_typed_key_of_jax_is_told_what_to_give() -> None:
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    key = jax.random.key(3)
+    with pytest.raises(UsageError, match=r"tree\['key'\]: a typed key of JAX .* jax\.random\.key_data"):
+        broadcast_tree(AloneCollective(), {"key": key}, root=0)
+    data = broadcast_tree(AloneCollective(), {"key": jax.random.key_data(key)}, root=0)["key"]
+    assert (jax.random.bits(jax.random.wrap_key_data(data)) == jax.random.bits(key)).all()
 
 
 def loop(worker: Any) -> None:

@@ -16,6 +16,7 @@ import paceline
 from paceline.config import RunConfig
 from paceline.data import files
 from paceline.engines.standing import Progress
+from paceline.records import EventRecord
 from paceline.running import launch, watching
 
 LABELS = ["all-reduce x 128", "12/90 ps-bsp:servers=2:combine=server x 16 seed 0"]
@@ -70,6 +71,25 @@ def test_without_a_terminal_progress_is_plain_lines(monkeypatch) -> None:
         "ps-bsp x 2: step 7  300 samples/s  loss 0.5",
         "[worker-1] hello [bold]you[/bold] " + "x" * 200,
     ]
+
+
+def happened(name: str, **details: Any) -> EventRecord:
+    return EventRecord(name, "run", 0, 0.0, details)
+
+
+def test_the_line_says_how_many_workers_there_are_now(monkeypatch) -> None:
+    """Of an elastic run; the label goes on to say how many it began with."""
+    monkeypatch.setattr(watching, "_PLAIN_INTERVAL_S", 0.0)
+    stream, progress = io.StringIO(), Progress()
+    joins = happened("reformed", ranks=[0, 2, 3, 4], joined=[3, 4])
+    for_good = happened("left", left=3)
+    host_of_a_static_run = happened("lost", host="host-1", members=["worker-1"])
+    with watching.ProgressLine(Console(file=stream), "ps-asp x 3", RunConfig()) as line:
+        for event in (happened("training"), host_of_a_static_run, happened("lost", left=2), joins, for_good):
+            progress.take([event])
+            line.on_progress(Progress.from_json(progress.to_json()))  # `paceline attach` gets it so
+    shown = ["step 0", "step 0", "step 0  now x 2", "step 0  now x 4", "step 0  now x 3"]
+    assert stream.getvalue().splitlines() == [f"ps-asp x 3: {facts}" for facts in shown]
 
 
 # --- from Python -----------------------------------------------------------------------------------------------------

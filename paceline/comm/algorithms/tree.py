@@ -83,7 +83,8 @@ def _places(rank: int, size: int) -> tuple[_Place, ...]:
 
 
 def _parent(position: int, size: int) -> int | None:
-    """In this in-order binary tree odd positions are leaves, the lowest set bit is the level, and 0 is the root."""
+    """The parent in the in-order binary tree, where odd positions are leaves, the lowest set bit is the level, and 0 is
+    the root."""
     if position == 0:
         return None
     bit = position & -position

@@ -275,13 +275,13 @@ class HierarchicalCollective(Collective):
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise type(self._failure)(f"this collective is unusable since: {self._failure}")
+            raise type(self._failure)(*self._failure.args)  # a new one: its frames hold operations
 
     def _end(self, error: PacelineError) -> None:
         """End all parts of the collective; the first reason stays."""
         if self._failure is not None:
             return
-        self._failure = error
+        self._failure = type(error)(f"this collective is unusable since: {error}")
         self._shares.leave(error)
         for group in self._groups():
             group.abort(str(error))

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, final
+from weakref import WeakSet
 
 from paceline.comm.arguments import timeout_of
 from paceline.comm.base import Timing, Work
@@ -29,7 +30,7 @@ class WatchedMessage:
 
     def __init__(self, work: Any) -> None:
         self._work = work
-        self._failure: RuntimeError | None = None
+        self._failure: str | None = None
         self._is_over = threading.Event()
 
     def is_completed(self) -> bool:
@@ -41,14 +42,14 @@ class WatchedMessage:
     def wait(self) -> None:
         self._is_over.wait()
         if self._failure is not None:
-            raise self._failure
+            raise RuntimeError(self._failure)
 
     def watch(self) -> None:
         """Block until the backend's work is over, and remember how it ended."""
         try:
             self._work.wait(timeout_of(None))  # whoever waits has a deadline; gloo's would close the connection
         except RuntimeError as error:
-            self._failure = error
+            self._failure = str(error)  # its frames hold the work
         self._is_over.set()
 
 
@@ -61,7 +62,7 @@ class _Operation:
     """0 of a message."""
     peer: int | None = None
     place: int = 0
-    """Of a message that is received: how many have been asked of its sender up to this one."""
+    """For a receive: how many messages have been asked of this sender, up to this one."""
     started: Any = None
     is_agreed: bool = True
     is_told: bool = False
@@ -89,6 +90,7 @@ class TorchCalls:
         self._num_issued = 0
         self._to_start: deque[_Operation] = deque()
         self._under_way: dict[int, _Operation] = {}
+        self._messages: WeakSet[_Operation] = WeakSet()  # under way, that somebody may wait for yet
         self._agreed: set[str] = set()
         self._num_sent: Counter[int] = Counter()
         self._num_received: Counter[int] = Counter()
@@ -97,8 +99,8 @@ class TorchCalls:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether operations have been started, and are not over."""
-        return bool(self._under_way)
+        """Whether operations or messages have been started, and are not over."""
+        return bool(self._under_way or self._messages)
 
     def submit(
         self, operation: str, start: Callable[[], Any], *, num_bytes: int, finish: Callable[[], None] | None = None
@@ -135,6 +137,7 @@ class TorchCalls:
         (self._num_sent if is_sent else self._num_received)[peer] += 1
         work = _Operation(operation, start, finish, peer=peer, place=0 if is_sent else self._num_received[peer])
         self._timing.moved_bytes += num_bytes
+        self._messages.add(work)
         self._start(work)
         return OwnedWork(self, work)
 
@@ -172,17 +175,20 @@ class TorchCalls:
     def check(self) -> None:
         """Raise if an operation has failed, or all were aborted or closed."""
         if self._failure is not None:
-            raise type(self._failure)(f"this collective is unusable since: {self._failure}")
+            raise type(self._failure)(*self._failure.args)  # a new one: its frames hold operations
 
     def fail(self, error: PacelineError) -> NoReturn:
         """Refuse everything from now on, tell the others, and raise."""
         self.leave(error)
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # else this frame and the error hold each other, and operations with them
 
     def leave(self, error: PacelineError) -> None:
         """Refuse everything from now on and tell the others; callable from any thread, the first reason stays."""
         if self._failure is None:
-            self._failure = error
+            self._failure = type(error)(f"this collective is unusable since: {error}")
             self._watch.leave(self._num_completed(), str(error))
 
     def close(self) -> None:
@@ -190,6 +196,7 @@ class TorchCalls:
         self.leave(UsageError("it was closed"))
         self._to_start.clear()
         self._under_way.clear()
+        self._messages.clear()
         self._watch.close()
 
     def _num_completed(self) -> int:
@@ -216,6 +223,7 @@ class TorchCalls:
         if work.finish is not None:
             work.finish()
         self._under_way.pop(work.number, None)
+        self._messages.discard(work)
         work.is_over = True
         work.start = work.finish = work.started = None  # they hold tensors
 

@@ -18,6 +18,7 @@ from paceline.comm.byte_collective import ByteCollective
 from paceline.comm.helper import Helper
 from paceline.comm.hosts import interface_with, nccl_interface
 from paceline.comm.process_group.calls import TorchCalls, WatchedMessage
+from paceline.comm.process_group.connections import LISTENER_BYTES, Connections, Endpoint, listeners, pack_listener
 from paceline.comm.process_group.peer_watch import PeerWatch
 from paceline.comm.process_group.reducing import from_wire, options_for, to_wire
 from paceline.comm.rank_errors import disagreement
@@ -27,8 +28,7 @@ from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost
 
 # A backend that times out closes its connections, and then peers would blame the first to give up.
 _BACKEND_MARGIN_S = 10.0
-# Gloo's groups with operations that were given up. To destroy one would wait for these, and a peer that does not answer
-# keeps them until they time out.
+# Groups with operations that were given up, whose connections cannot be ended: to destroy one would wait for these.
 _GIVEN_UP: list[Any] = []
 
 
@@ -58,8 +58,13 @@ class TorchCollective(ByteCollective):
         deadline_s: float | None,
         names: Sequence[int] | None = None,
         timing: Timing | None = None,
+        listener: Endpoint | None = None,
     ) -> None:
-        """Take over the group of a backend from `connect_gloo` or `connect_nccl`. Collective call."""
+        """Take over the group of a backend from `connect_gloo` or `connect_nccl`. Collective call.
+
+        Args:
+            listener: where the group awaits its peers, if that is known.
+        """
         self.rank = group.rank()
         self.size = group.size()
         self.timing = timing or Timing()
@@ -70,6 +75,8 @@ class TorchCollective(ByteCollective):
         self.device = device
         self._ways: dict[str, Helper] = {}
         self._names = names or range(self.size)
+        self._listener = pack_listener(listener)
+        self._connections = Connections(())
         watch = PeerWatch.meet(
             self._exchange_addresses, rank=self.rank, address=address, deadline_s=deadline_s, names=self._names
         )
@@ -182,7 +189,9 @@ class TorchCollective(ByteCollective):
         if not self._is_closed:
             self._is_closed = True
             if self._calls.is_under_way:
-                _GIVEN_UP.append(self._group)
+                self._connections.end()
+                if not self._connections.are_known:
+                    _GIVEN_UP.append(self._group)
             self._calls.close()
             for way in self._ways.values():
                 way.close(joins=False)
@@ -223,10 +232,13 @@ class TorchCollective(ByteCollective):
         return message
 
     def _exchange_addresses(self, mine: bytes) -> list[bytes]:
-        raw = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+        """Exchange these addresses, and with them those of the group's own listeners."""
+        raw = torch.frombuffer(bytearray(self._listener + mine), dtype=torch.uint8).to(self.device)
         gathered = [torch.empty_like(raw) for _ in range(self.size)]
         self._group.allgather([gathered], [raw], AllgatherOptions()).wait()
-        return [theirs.cpu().numpy().tobytes() for theirs in gathered]
+        told = [theirs.cpu().numpy().tobytes() for theirs in gathered]
+        self._connections = Connections([each[:LISTENER_BYTES] for each in told])
+        return [each[LISTENER_BYTES:] for each in told]
 
     def _gather_all(self, signature: Signature, raw: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's bytes, padded on their way: the backends' own all-gathers take tensors of one length."""
@@ -268,12 +280,21 @@ def connect_gloo(
     interface_with(address)
     backend: Any = dist.ProcessGroupGloo
     options = backend._Options()
+    before = listeners()
     options._devices = [backend.create_device(hostname=address)]
+    new = listeners() - before  # several where another thread opens one just then
     options._timeout = timeout_of(deadline_s)
     with _meeting(size, deadline_s):
         group = backend(store, rank, size, options)
-        cpu = torch.device("cpu")
-        return TorchCollective(group, device=cpu, address=address, deadline_s=deadline_s, names=names, timing=timing)
+        return TorchCollective(
+            group,
+            device=torch.device("cpu"),
+            address=address,
+            deadline_s=deadline_s,
+            names=names,
+            timing=timing,
+            listener=new.pop() if len(new) == 1 else None,
+        )
 
 
 def connect_nccl(

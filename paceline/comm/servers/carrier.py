@@ -25,15 +25,15 @@ class Carrier(ABC):
     """How one worker's messages reach the servers, real or simulated."""
 
     beside: Sequence[bool]
-    """Of each server, in the order of their key ranges, whether it is on this worker's host."""
+    """For each server, in the order of their key ranges, whether it is on this worker's host."""
     epochs: Sequence[int] | None = None
     """Each server's epoch, which messages to it and from it carry; none: they carry the membership's."""
     is_all_beside: bool = False
     """All servers are on this worker's host, and none takes another's place: rows that lie in their memory can be read
     there."""
     takes_rows_along: bool = False
-    """Gradients of rows go with the push that they belong to: on one host, where that saves a message; and where
-    servers are copied, since those that went apart would be lost with the server that had them."""
+    """Gradients of rows go with the push that they belong to. On one host that saves a message. Where servers are
+    copied, those that went apart would be lost with the server that had them."""
     reads_ahead: bool = True
     """A server that was read ahead from is still there for the later request."""
     standing: Callable[[], str | None] | None = None

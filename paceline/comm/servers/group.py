@@ -164,9 +164,9 @@ class ServerGroup(Store):
             collective=self._collective,
             timing=self.timing,
             epoch=self._epoch,
-            give_with_push=self._client.take_along,
+            store=self._client,
             keeping=keeping,
-            clock=lambda: self._client.clock,
+            joins=self._joins is not None,
         )
         self._tables.append(tables)
         return tables

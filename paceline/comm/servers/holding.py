@@ -19,9 +19,9 @@ from paceline.messages import Kind, Message, Raw, WireError
 from paceline.records import Reporter, UpdateRecord
 from paceline.server.actions import Send, Updated
 from paceline.server.chains import Chain
-from paceline.server.replication import CopyAction, Replication, Said, ToServer
+from paceline.server.closing import Applied
+from paceline.server.replication import Copied, CopyAction, Replication, Said, ToServer
 from paceline.server.server_core import ServerCore
-from paceline.server.shard import Applied
 from paceline.server.spec import ServerSpec
 from paceline.server.tables.storage import InMemory
 
@@ -36,7 +36,9 @@ class Neighbour:
     line: ServerLine
     segments: tuple[SharedBlock, ...]
     gradients: Sequence[int]
-    """Their address."""
+    """The address of the gradients."""
+    borrows: bool
+    """Whether it serves itself from shards that are lent: all servers of the run are on this host."""
     asked_on_line: bool = False
     """Whether the last request came that way; its answer goes back the same."""
 
@@ -56,6 +58,7 @@ class Holding:
         reporter: gets a record for every gradient applied.
         send: sends a message to the socket of that identity.
         is_copy: it is of a key range that another server has at the start.
+        on_copied: told what has become of a new copy.
     """
 
     def __init__(
@@ -67,13 +70,14 @@ class Holding:
         reporter: Reporter,
         send: Callable[[bytes, Message], None],
         is_copy: bool = False,
+        on_copied: Callable[[Copied], object] = lambda copied: None,
     ) -> None:
         self.core = ServerCore(index=index, epoch=epoch, new_memory=self._new_memory)
         self.identity_of = functools.partial(identity_of, number=number, copy_of=index if is_copy else None)
         """A worker's name."""
         self.neighbours: dict[bytes, Neighbour] = {}
         """By identity."""
-        self._reporter, self._send_elsewhere = reporter, send
+        self._reporter, self._send_elsewhere, self._on_copied = reporter, send, on_copied
         self._spec: ServerSpec | None = None
         self._shared: SharedBlock | None = None
         self._lending: Lending | None = None
@@ -86,25 +90,33 @@ class Holding:
     def iteration(self) -> int:
         return max(self.core.iteration, self._lending.iteration if self._lending is not None else 0)
 
-    def configure(self, spec: ServerSpec) -> None:
-        """Build the shards; called once, before any worker attaches. Raises UsageError for an unfit aggregator."""
+    def configure(self, spec: ServerSpec, *, has_copies: bool = False) -> None:
+        """Build the shards; called once, before any worker attaches.
+
+        Args:
+            has_copies: `replicate` follows.
+
+        Raises:
+            UsageError: the aggregator is unfit.
+        """
         num_bytes = spec.layout.num_bytes
         if spec.rule.torn_reads:
             self._shared = SharedBlock.create(num_bytes)
-        if can_lend(spec):
+        if can_lend(spec) and not has_copies:  # which would not hear of what workers change themselves
             self._lending = Lending(spec)
         self.core.configure(spec, memory=self._shared.tensor[:num_bytes] if self._shared is not None else None)
         self._spec = spec
 
     def replicate(self, chain: Chain, *, server: int, send_on: Callable[[int, int, Message], None]) -> None:
-        """Be one of several copies; called once, after `configure`.
+        """Be one of several copies, or become one; called once, after `configure`.
 
         Args:
             server: which one of the group this is.
             send_on: sends, of a key range, a server the message.
         """
         self._send_on = send_on
-        self._replication = Replication(self.core, server=server, chain=chain, reach=self._reach)
+        is_new = server == chain.newcomer
+        self._replication = Replication(self.core, server=server, chain=chain, reach=self._reach, is_new=is_new)
 
     def reform(self, chain: Chain) -> None:
         """The chain of copies has changed."""
@@ -138,9 +150,9 @@ class Holding:
         self._do((self._replication or self.core).receive(message, time.perf_counter()))
         is_plain = message.kind is Kind.EXCHANGE and not message.flags and not message.body
         if self._lending is not None and is_plain and self.core.is_quiet:
-            ranks = range(len(self.neighbours))
-            gradients = [self.neighbours[self.identity_of(rank)].gradients for rank in ranks]
-            self._lending.lend(self.core.parts, gradients)
+            workers = [self.neighbours[self.identity_of(rank)] for rank in range(len(self.neighbours))]
+            if all(worker.borrows for worker in workers):
+                self._lending.lend(self.core.parts, [worker.gradients for worker in workers])
 
     def part_with(self, worker: int, say: Say) -> None:
         """Do what `ServerCore.part_with` does, and say its answer once all copies have it.
@@ -202,8 +214,8 @@ class Holding:
             self._lending.close()
 
     def _new_memory(self) -> InMemory:
-        """For tables, which are opened once all workers have attached. Where there are copies, workers ask for rows and
-        push all gradients of them: copies would not hear of what workers changed themselves."""
+        """The memory for tables, which are opened once all workers have attached. Where there are copies, workers ask
+        for rows and push all gradients of them: copies would not hear of what workers changed themselves."""
         return RowsInView() if self.neighbours and self._replication is None else InMemory()
 
     def _do(self, actions: Iterator[CopyAction]) -> None:
@@ -215,6 +227,8 @@ class Holding:
                 self._send_to_copy(action)
             elif isinstance(action, Said):
                 action.say(action.what)
+            elif isinstance(action, Copied):
+                self._on_copied(action)
             elif isinstance(action, Updated):
                 records += action.records
             else:
@@ -246,20 +260,23 @@ class Holding:
             return iter([Send(message.sender, answer)])
         return self._replication.attached(message, answer)
 
-    def _reach(self, message: Message) -> None:
+    def _reach(self, message: Message) -> bool:
         """A worker has attached to another copy: open its gradients, which are to be read here if both die. Where they
-        are open they stay so: when it attaches anew, as another copy serves, it may have died since."""
+        are open they stay so: when it attaches anew, as another copy serves, it may have died since. False: they were
+        to be had, and are not."""
         assert self._spec is not None
         if message.sender in self._reached:
-            return
+            return True
         num_bytes, gradients = self._spec.layout.num_bytes, None
         # A worker says nothing of its memory to a server on another host, nor is that to be opened on a third.
-        if message.body and not self._spec.is_copied_apart:
+        is_in_reach = bool(message.body) and not self._spec.is_copied_apart
+        if is_in_reach:
             address = _address(message.body.get("gradients"), least_bytes=num_bytes)
             with contextlib.suppress(PeerLost):
                 self._reached[message.sender] = block = SharedBlock.open(address)
                 gradients = block.tensor[:num_bytes]
         self.core.attach(message, gradients=gradients, parameters=None, is_beside=gradients is not None)
+        return gradients is not None or not is_in_reach
 
     def _attach(self, message: Message) -> Message:
         """Open the memory of a worker on this host, in place of what it had before. Returns what it is told."""
@@ -275,7 +292,8 @@ class Holding:
                 for name in ("gradients", "parameters")
             )
             line = ServerLine(_address(message.body.get("line"), least_bytes=LINE_BYTES))
-            self.neighbours[identity] = Neighbour(line, (gradients, parameters), astuple(gradients.address))
+            borrows = message.body.get("borrows") is True
+            self.neighbours[identity] = Neighbour(line, (gradients, parameters), astuple(gradients.address), borrows)
             about = self.core.attach(
                 message,
                 gradients=gradients.tensor[:num_bytes],

@@ -21,24 +21,22 @@ from paceline.comm.servers.loan import (
 from paceline.comm.shared_memory import mutex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.messages import FRAME_BYTES
+from paceline.server.closing import Applied
 from paceline.server.optimizer import STEPS_IN_PLACE
 from paceline.server.part import Part
 from paceline.server.part_state import states_of
-from paceline.server.ranges import cut
-from paceline.server.shard import Applied
 from paceline.server.spec import ServerSpec
 
 
 def can_lend(spec: ServerSpec) -> bool:
-    """Whether a server of this spec may lend its shards: all of a small model, a plain rule, a known optimizer."""
+    """Whether a server of this spec may lend its shards: those of a small model, a plain rule, a known optimizer."""
     layout, optimizer = spec.layout, spec.optimizer
-    pieces = cut(layout, num_servers=1, whole_tensors=False)
-    is_whole = optimizer.element_wise and bool(spec.pieces) and [spec.pieces] == pieces
+    is_cut = optimizer.element_wise and bool(spec.pieces)
     is_small = layout.num_bytes <= FRAME_BYTES
     is_plain = spec.rule.is_plain and spec.aggregator == MEAN and optimizer.optimizer_class in STEPS_IN_PLACE
     is_single_or_double = all(segment.dtype in (torch.float32, torch.float64) for segment in layout.segments)
     is_lasting = not spec.outlives_workers
-    return is_lasting and mutex.IS_AVAILABLE and is_whole and is_small and is_plain and is_single_or_double
+    return is_lasting and mutex.IS_AVAILABLE and is_cut and is_small and is_plain and is_single_or_double
 
 
 @final
@@ -50,7 +48,7 @@ class Lending:
         self._spec = spec
         self._block = SharedBlock.create(loan_bytes(spec.layout, num_workers))
         mutex.prepare(self._block.tensor.data_ptr())
-        self._loan = Loan(self._block.tensor, spec.layout, num_workers)
+        self._loan = Loan(self._block.tensor, spec.layout, spec.pieces, num_workers)
         self._num_loans = 0
 
     @property

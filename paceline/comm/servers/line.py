@@ -37,7 +37,7 @@ class BellAddress:
     pid: int
     fd: int
     inode: int
-    """Of the pipe that it is."""
+    """The number of the pipe, by which whoever opens it knows that it is the right one."""
 
 
 @final

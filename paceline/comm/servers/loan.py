@@ -4,8 +4,8 @@ The server lends its shard when that is quiet: nobody waits, and each worker's c
 pushes then makes the update itself, under a lock, instead of waking the server. Whatever is no plain push goes to the
 server as a message, and has it take the shard back.
 
-The shard is there twice. An update reads the version in force and writes the other, then one word says that this one is
-in force: a process that is killed at any moment leaves the shard as it was before, or as it is after.
+The shard is there twice. An update reads the version in force and writes the other. Then one word says that this one is
+in force. So a process that is killed at any moment leaves the shard as it was before, or as it is after.
 """
 
 import math
@@ -19,7 +19,8 @@ from paceline.comm.shared_memory import futex
 from paceline.comm.shared_memory.mutex import MUTEX_BYTES, RobustMutex
 from paceline.layout import ALIGNMENT_BYTES, Layout
 from paceline.messages import as_bytes
-from paceline.server.shard import Applied
+from paceline.server.closing import Applied
+from paceline.server.ranges import KeyRange, span_bytes
 
 _LENT, _VERSION, _NUM_TOLD, _TERMS_BYTES, _EVENTS, _SLEEPS = range(6)  # 64-bit words of the head
 _HEAD_BYTES = 64
@@ -52,25 +53,31 @@ def _aligned(num_bytes: int) -> int:
 class Version:
     """One of the two: words, then the parameters, laid out like the model, then the optimizer's state."""
 
-    def __init__(self, memory: Tensor, layout: Layout, num_workers: int) -> None:
+    def __init__(self, memory: Tensor, layout: Layout, pieces: KeyRange, num_workers: int) -> None:
         start = _words_bytes(num_workers)
         self.words = as_bytes(memory[:start]).cast("q")
         self.parameters = memory[start : start + layout.num_bytes]
-        self.used = self._memory = memory
-        self._states_start = start + _aligned(layout.num_bytes)
+        self._states = memory[start + _aligned(layout.num_bytes) :]
+        first, last = span_bytes(layout, pieces)
+        self._used = [memory[:start], self.parameters[first:last], self._states]
+
+    def copy_(self, other: "Version") -> None:
+        """Have all that the other has, whose states are like these."""
+        for own, given in zip(self._used, other._used, strict=True):
+            own.copy_(given)
 
     def states(self, described: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         """The optimizer's state: name, dtype and shape of each tensor, which lie one after the other.
 
-        What the version takes up, `used`, follows from that.
+        What the version takes up follows from that.
         """
-        start, found = self._states_start, {}
+        start, found = 0, {}
         for name, dtype_name, shape in described:
             dtype: torch.dtype = getattr(torch, dtype_name)
             stop = start + math.prod(shape) * dtype.itemsize
-            found[name] = self._memory[start:stop].view(dtype).view(tuple(shape))
+            found[name] = self._states[start:stop].view(dtype).view(tuple(shape))
             start = _aligned(stop)
-        self.used = self._memory[:start]
+        self._used[-1] = self._states[:start]
         return found
 
 
@@ -80,12 +87,13 @@ class Loan:
 
     Args:
         memory: `loan_bytes` of uint8, which begin with a mutex, else zeroed at first.
+        pieces: of the layout, which the server has.
     """
 
-    def __init__(self, memory: Tensor, layout: Layout, num_workers: int) -> None:
+    def __init__(self, memory: Tensor, layout: Layout, pieces: KeyRange, num_workers: int) -> None:
         self.layout, self.lock = layout, RobustMutex(memory.data_ptr())
         self.starts = range(WORKERS, WORKERS + 3 * num_workers, 3)
-        """Of each worker's words in a version."""
+        """Where each worker's words begin in a version."""
         memory = memory[MUTEX_BYTES:]
         self._events_address = memory.data_ptr() + 8 * _EVENTS
         raw = as_bytes(memory)
@@ -93,7 +101,8 @@ class Loan:
         self._log = raw[_TERMS_STOP:_LOG_STOP].cast("q")
         size = _version_bytes(layout, num_workers)
         self.versions = [
-            Version(memory[start : start + size], layout, num_workers) for start in (_LOG_STOP, _LOG_STOP + size)
+            Version(memory[start : start + size], layout, pieces, num_workers)
+            for start in (_LOG_STOP, _LOG_STOP + size)
         ]
 
     @property
@@ -123,7 +132,7 @@ class Loan:
         self._head[_VERSION] = index
 
     def sleep(self, timeout_s: float, *, unless: Callable[[], bool]) -> None:
-        """Until `wake`, or for no reason; the lock must be free."""
+        """Sleep until `wake`, or for no reason; the lock must be free."""
         with self.lock:
             self._head[_SLEEPS] = 1
             events = self._head[_EVENTS]
@@ -159,7 +168,7 @@ class Loan:
         return found
 
     def read_terms(self) -> bytes:
-        """On what terms the shard was lent last."""
+        """The terms on which the shard was lent last."""
         return bytes(self._terms[: self._head[_TERMS_BYTES]])
 
     def write_terms(self, text: bytes) -> None:

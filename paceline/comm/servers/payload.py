@@ -25,7 +25,7 @@ class SentPayload:
         self._block: SharedBlock | None = None
 
     def write(self, frames: Sequence[Raw]) -> None:
-        """In place of what was written before."""
+        """Write these in the place of what was written before."""
         raws = [raw_bytes(frame) for frame in frames]
         num_bytes = sum(map(len, raws))
         self._numbers[_BYTES] = num_bytes

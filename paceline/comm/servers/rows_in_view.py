@@ -88,7 +88,7 @@ class RowsInView(InMemory):
         return self._board.changing()
 
     def announce(self) -> None:
-        """There is a column that workers do not know."""
+        """Say that there is a column that workers do not know."""
         self._board.words[_COLUMNS] += 1
         futex.fence()
 
@@ -123,9 +123,9 @@ class Found(NamedTuple):
 
     keys: Tensor
     places: Any
-    """Of each key, in one view of the servers."""
+    """For each key, its place in one view of the servers."""
     first_rows: Sequence[int]
-    """In this view, where each server's begin."""
+    """Where each server's rows begin in this view."""
 
 
 @final
@@ -156,7 +156,7 @@ class RowsSeen:
         return [board.words[_COLUMNS] for board in self._boards] != self._num_columns
 
     def look(self, table: int, keys: Tensor) -> Tensor | None:
-        """A copy of the rows of these keys, none of which has changed meanwhile; none: the servers are to be asked,
+        """A copy of the rows of these keys, none of which has changed meanwhile. None: the servers are to be asked,
         which change them all the time, or have new columns."""
         own = self._tables[table]
         looked = self._unchanged(lambda: own.read(keys))
@@ -252,7 +252,7 @@ class _SideBySide:
         return places, rows_of(self._spec, self._rows, keys, places, seed=self._seed)
 
     def places(self, keys: Tensor) -> Any:
-        """Of each key, where its row is among those of all servers; below 0 where it has none."""
+        """For each key, where its row is among those of all servers; below 0 where it has none."""
         if self._known is None:
             return self._look_up(keys)
         places = self._known.index_select(0, keys).numpy()

@@ -1,5 +1,6 @@
-"""A worker that serves itself from a lent shard: it pushes its gradient, and makes the update if that is due."""
+"""A worker that serves itself from lent shards: it pushes its gradient, and makes the updates if these are due."""
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ class Served(NamedTuple):
 
     iteration: int
     clock: int
-    """Of the worker's next gradient."""
+    """The clock of the worker's next gradient."""
     staleness: int
 
 
@@ -31,8 +32,7 @@ class Served(NamedTuple):
 class _Side:
     """A version of the shard as this worker updates it."""
 
-    words: memoryview
-    memory: Tensor
+    version: Version
     parameters: list[Tensor]
     step: Callable[[], object]
 
@@ -72,70 +72,67 @@ class SelfService:
         self._number = self._clock = self._pulled_at = 0  # the present loan, and what was so at the last push
         self._served: Served | None = None
 
-    def push(self) -> bool:
-        """Contribute this worker's gradient; false, and nothing done, where that is for the server.
+    def may_push(self) -> bool:
+        """Whether the next push is for this worker itself, not for the server; the lock must be held.
 
         Raises:
             PeerLost: a worker's gradients cannot be reached.
         """
         loan = self.loan
-        if not loan.number:
+        if not loan.number or not loan.has_room():
             return False
-        with loan.lock:
-            if not loan.number or not loan.has_room():
-                return False
-            if loan.number != self._number:
-                self._learn()
-            index = loan.in_force
-            words = self._sides[index].words
-            if words[ITERATION] >= self._max_updates:
-                return False
-            self._clock, self._pulled_at = words[self._own + CLOCK], words[self._own + PULLED_AT]
-            if not self._joins:
-                self._update(index, (self._worker,))
-                return True
-            words[self._own + HAS_PUSHED] = 1
-            if all(words[start + HAS_PUSHED] for start in self._starts):
-                self._update(index, range(loan.num_workers))
-                loan.wake()
-        return True
+        if loan.number != self._number:
+            self._learn()
+        return self._sides[loan.in_force].version.words[ITERATION] < self._max_updates
+
+    def push(self) -> None:
+        """Contribute this worker's gradient, which it may; the lock must be held."""
+        loan = self.loan
+        index = loan.in_force
+        words = self._sides[index].version.words
+        self._clock, self._pulled_at = words[self._own + CLOCK], words[self._own + PULLED_AT]
+        if not self._joins:
+            self._update(index, (self._worker,))
+            return
+        words[self._own + HAS_PUSHED] = 1
+        if all(words[start + HAS_PUSHED] for start in self._starts):
+            self._update(index, range(loan.num_workers))
+            loan.wake()
 
     @property
-    def is_over(self) -> bool:
-        """Whether the last push is part of an update, or the server has taken the shard back."""
-        loan = self.loan
-        return self._served is not None or loan.number != self._number or self._has_gone_on(loan.in_force)
+    def is_taken_back(self) -> bool:
+        """Whether the server has had the shard since the last push."""
+        return self.loan.number != self._number
 
-    def take(self) -> Served | None:
-        """What came of the last push, whose update's parameters are put in place; none if the server took the shard
-        back before, and is to have the push."""
-        served, self._served = self._served, None
-        if served is None:
-            # No lock, which whoever made the update may still hold: the next update needs this worker.
-            index = self.loan.in_force
-            futex.fence()
-            served = self._receive(index) if self._has_gone_on(index) else None
+    @property
+    def has_gone_on(self) -> bool:
+        """Whether the last push is part of an update."""
+        return (
+            self._served is not None or self._sides[self.loan.in_force].version.words[self._own + CLOCK] != self._clock
+        )
+
+    def take(self) -> Served:
+        """Say what came of the last push, which has gone on, and put that update's parameters in place."""
+        # No lock, which whoever made the update may still hold: the next update needs this worker.
+        served, self._served = self._served or self._receive(self.loan.in_force), None
         return served
-
-    def _has_gone_on(self, index: int) -> bool:
-        return self._sides[index].words[self._own + CLOCK] != self._clock
 
     def _receive(self, index: int) -> Served:
         side = self._sides[index]
         for own, parameter in zip(self._parameters, side.parameters, strict=True):
             own.copy_(parameter)
-        iteration = side.words[ITERATION]
+        iteration = side.version.words[ITERATION]
         return Served(iteration, self._clock + 1, iteration - 1 - self._pulled_at)
 
     def _update(self, index: int, workers: Sequence[int]) -> None:
         """Make of version `index` the next one, with the gradients of these workers."""
         loan, new = self.loan, self._sides[1 - index]
-        new.memory.copy_(self._sides[index].memory)
+        new.version.copy_(self._sides[index].version)
         joined = MEAN.aggregate([self._contributions[worker] for worker in workers], self._sums)
         for parameter, gradient in zip(new.parameters, joined, strict=True):
             parameter.grad = gradient
         new.step()
-        words = new.words
+        words = new.version.words
         words[ITERATION] = iteration = words[ITERATION] + 1
         for worker in workers:
             start = self._starts[worker]
@@ -169,4 +166,50 @@ class SelfService:
         for name, tensor in version.states(terms["states"]).items():
             index, key = name.split(".", 1)
             optimizer.state[parameters[int(index)]][key] = tensor
-        return _Side(version.words, version.used, parameters, step_of(optimizer))
+        return _Side(version, parameters, step_of(optimizer))
+
+
+@final
+class SelfServices:
+    """Those of all servers of a group: all of them have a push, or none does."""
+
+    def __init__(self, services: Sequence[SelfService]) -> None:
+        self._services = services
+
+    def push(self) -> bool:
+        """Contribute this worker's gradient; false, and nothing done, where that is for some server.
+
+        Raises:
+            PeerLost: a worker's gradients cannot be reached.
+        """
+        if not all(service.loan.number for service in self._services):
+            return False
+        with contextlib.ExitStack() as locks:  # in the same order on all workers
+            for service in self._services:
+                locks.enter_context(service.loan.lock)
+                if not service.may_push():
+                    return False
+            for service in self._services:
+                service.push()
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last push is part of updates, or a server has taken its shard back."""
+        # In this order: whoever makes updates makes all of them before a shard can be taken back.
+        is_taken_back = any(service.is_taken_back for service in self._services)
+        return is_taken_back or self._have_gone_on()
+
+    def _have_gone_on(self) -> bool:
+        have_gone_on = all(service.has_gone_on for service in self._services)
+        futex.fence()  # what they have made is read after this
+        return have_gone_on
+
+    def sleep(self, timeout_s: float) -> None:
+        """Sleep until the last push is over, or for no reason."""
+        self._services[-1].loan.sleep(timeout_s, unless=lambda: self.is_over)
+
+    def take(self) -> list[Served] | None:
+        """Once the last push is over, say what came of it on each server, and put its parameters in place. None: a
+        server took its shard back before, and this worker is to send the push to all of them."""
+        return [service.take() for service in self._services] if self._have_gone_on() else None

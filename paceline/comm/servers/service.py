@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, final
 
 import zmq
@@ -16,6 +17,7 @@ from paceline.errors import PeerLost
 from paceline.messages import Message
 from paceline.records import NullReporter, Reporter
 from paceline.server.chains import Chain
+from paceline.server.replication import Copied
 from paceline.server.spec import ServerSpec
 from paceline.server.whole_pushes import Parted
 
@@ -34,6 +36,7 @@ class ParameterService:
         epoch: membership epoch; requests of another one are refused.
         reporter: gets a record for every gradient that the first optimizer applies.
         on_serving: told of each chain of copies that is as it was told to be, and has this server at its head.
+        on_copied: told what has become of a new copy.
     """
 
     def __init__(
@@ -45,17 +48,21 @@ class ParameterService:
         epoch: int,
         reporter: Reporter,
         on_serving: Callable[[Chain], None] = lambda chain: None,
+        on_copied: Callable[[Copied], None] = lambda copied: None,
     ) -> None:
         self._listener = Listener(keys, host=host)
         self.endpoint = self._listener.endpoint
         self._bell = Bell()
-        self._index, self._epoch, self._reporter, self._on_serving = index, epoch, reporter, on_serving
+        self._index, self._epoch, self._reporter = index, epoch, reporter
+        self._on_serving, self._on_copied = on_serving, on_copied
         self._poller = zmq.Poller()
         self._next_copies = NextCopies(keys, server=index, poller=self._poller)
         self._copies: dict[int, Holding] = {}  # by key range, of those that have copies
         self._copies_before: dict[bytes, tuple[Holding, int]] = {}  # by the identity of the server that has the other
         self._changed: deque[Chain] = deque()
-        self._first = Holding(index=index, number=0, epoch=epoch, reporter=reporter, send=self._listener.send)
+        self._specs: dict[int, ServerSpec] = {}  # by key range, of those that have copies
+        send = self._listener.send
+        self._first = Holding(index=index, number=0, epoch=epoch, reporter=reporter, send=send, on_copied=on_copied)
         self._holdings = [self._first]
         self._asked: dict[bytes, Holding] = {}  # by the identity of who asks, if that is not the first
         self._errands: deque[tuple[Callable[[Say], None], Future[Any]]] = deque()
@@ -94,20 +101,50 @@ class ParameterService:
             endpoints: of all servers.
         """
         self._next_copies.endpoints = endpoints
+        self._build(spec, chain)
+
+    def replicate_anew(self, spec: ServerSpec, chain: Chain) -> None:
+        """Build what is to become a copy, as this server is the chain's newcomer; called from another thread. Raises
+        what that raises, such as for want of memory; this server goes on."""
+
+        def build(say: Say) -> None:
+            try:
+                self._build(spec, chain)
+            except Exception as error:  # the key ranges that this server has are none the worse
+                say(error)
+            else:
+                say(None)
+
+        error = self._sent_on_errand(build)
+        if error is not None:
+            raise error
+
+    def spec_of(self, key_range: int) -> ServerSpec:
+        """Return what another server builds a copy of this key range by, of which this one has a copy."""
+        spec = self._specs[key_range]
+        return replace(spec, rule=spec.rule.for_another_shard())
+
+    def _build(self, spec: ServerSpec, chain: Chain) -> None:
         if chain.key_range == self._index:
             holding = self._first
-            holding.configure(spec)
+            holding.configure(spec, has_copies=True)
         else:
+            before = self._copies.pop(chain.key_range, None)
+            if before is not None:  # which has not become a copy
+                self._holdings.remove(before)
+                before.close()
             holding = Holding(
                 index=chain.key_range,
                 number=0,
-                epoch=self._epoch,
+                epoch=chain.epoch,
                 reporter=self._reporter,
                 send=self._listener.send,
                 is_copy=True,
+                on_copied=self._on_copied,
             )
-            holding.configure(spec)
+            holding.configure(spec, has_copies=True)
             self._add(holding, spec)
+        self._specs[chain.key_range] = spec
         holding.replicate(chain, server=self._index, send_on=self._next_copies.send)
         self._copies[chain.key_range] = holding
         for server in chain.servers:

@@ -18,7 +18,7 @@ from paceline.comm.servers.group import Configure, Joins, ServerGroup
 from paceline.comm.servers.holding import identity_of
 from paceline.comm.servers.line import BellAddress, WorkerLine
 from paceline.comm.servers.loan import Loan
-from paceline.comm.servers.self_service import SelfService
+from paceline.comm.servers.self_service import SelfService, SelfServices
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
 from paceline.comm.wire import Caller, Keys
 from paceline.errors import Aborted, CallMismatch, DeadlineExceeded, PeerLost
@@ -52,7 +52,7 @@ class ServerAddress:
     endpoint: str
     bell: BellAddress | None
     epoch: int | None = None
-    """Of messages to it and from it; none: the run's."""
+    """The epoch that messages to and from it name; none: the run's."""
     copy_of: int | None = None
     """The key range, which another server had at the start."""
 
@@ -66,7 +66,7 @@ class Move:
 
 
 Moves = deque[Move]
-"""Those that a worker has yet to follow; filled from any thread."""
+"""The moves that a worker has yet to follow; filled from any thread."""
 
 
 def connect_servers(
@@ -162,7 +162,7 @@ class SocketCarrier(Carrier):
         for link in self._links:
             self._register(link.caller)
         self._segments: list[SharedBlock] = []
-        self._self_service: SelfService | None = None
+        self._self_services: SelfServices | None = None
         self._abort_reason: str | None = None
         self._stands_since_s: float | None = None  # since when another worker is known to wait elsewhere
         self._look_s = WAKE_S  # how often a wait for servers elsewhere looks at the lines too
@@ -180,7 +180,9 @@ class SocketCarrier(Carrier):
         return [self._body(link) for link in self._links]
 
     def _body(self, link: _Link) -> dict[str, Any]:
-        return {} if link.line is None else {**self._memory, "line": astuple(link.line.address)}
+        if link.line is None:
+            return {}
+        return {**self._memory, "line": astuple(link.line.address), "borrows": self.is_all_beside}
 
     def attached(
         self, client: ClientCore, layout: Layout, spec: OptimizerSpec, said: Sequence[Mapping[str, Any]]
@@ -192,11 +194,15 @@ class SocketCarrier(Carrier):
                 self._segments.append(segment)
                 pieces, link.targets = client.targets(index)
                 link.sources = [piece.view(layout, segment.tensor[: layout.num_bytes]) for piece in pieces]
-        if len(said) == 1 and "loan" in said[0]:
-            self._self_service = self._borrow(client, layout, spec, BlockAddress(*said[0]["loan"]))
+        if self.is_all_beside and all("loan" in about for about in said):
+            addresses = [BlockAddress(*about["loan"]) for about in said]
+            services = [self._borrow(client, layout, spec, *each) for each in enumerate(addresses)]
+            self._self_services = SelfServices(services)
 
-    def _borrow(self, client: ClientCore, layout: Layout, spec: OptimizerSpec, address: BlockAddress) -> SelfService:
-        pieces, parameters = client.targets(0)
+    def _borrow(
+        self, client: ClientCore, layout: Layout, spec: OptimizerSpec, server: int, address: BlockAddress
+    ) -> SelfService:
+        pieces, parameters = client.targets(server)
 
         def open_gradients(addresses: Sequence[Sequence[int]]) -> list[list[Tensor]]:
             blocks = [SharedBlock.open(BlockAddress(*numbers)) for numbers in addresses]
@@ -206,7 +212,7 @@ class SocketCarrier(Carrier):
         block = SharedBlock.open(address)
         self._segments.append(block)
         return SelfService(
-            Loan(block.tensor, layout, self._num_workers),
+            Loan(block.tensor, layout, pieces, self._num_workers),
             worker=self._rank,
             pieces=pieces,
             parameters=parameters,
@@ -215,19 +221,19 @@ class SocketCarrier(Carrier):
         )
 
     def serve_itself(self, client: ClientCore) -> Turn | None:
-        service = self._self_service
+        services = self._self_services
         began_s = time.perf_counter()
-        if service is None or self._abort_reason is not None or not service.push():
+        if services is None or self._abort_reason is not None or client.takes_rows_along or not services.push():
             return None
-        waited_s = 0.0 if service.is_over else self._wait_for_turn(service)
-        served = service.take()
+        waited_s = 0.0 if services.is_over else self._wait_for_turn(services)
+        served = services.take()
         if served is None:
             return None
-        client.served_itself(clock=served.clock)
-        reply = Reply(served.iteration, (served.staleness,), stop=False, admitted=True)
+        client.served_itself(clock=served[0].clock)
+        reply = Reply(served[0].iteration, tuple(each.staleness for each in served), stop=False, admitted=True)
         return Turn(reply, time.perf_counter() - began_s, waited_s)
 
-    def _wait_for_turn(self, service: SelfService) -> float:
+    def _wait_for_turn(self, services: SelfServices) -> float:
         """Until others have pushed too; the seconds that took.
 
         Raises:
@@ -235,7 +241,7 @@ class SocketCarrier(Carrier):
         """
         began_s = time.perf_counter()
         self._stands_since_s = None
-        while not service.is_over:
+        while not services.is_over:
             if self._abort_reason is not None:
                 raise Aborted(f"an exchange on rank {self._rank} was ended: {self._abort_reason}")
             waited_s = time.perf_counter() - began_s
@@ -246,7 +252,7 @@ class SocketCarrier(Carrier):
             if waited_s < self._yield_s:
                 os.sched_yield()
             else:
-                service.loan.sleep(WAKE_S, unless=lambda: service.is_over)
+                services.sleep(WAKE_S)
         return time.perf_counter() - began_s
 
     def carry(self, client: Conversation, sends: Iterable[Send]) -> float:
@@ -336,13 +342,13 @@ class SocketCarrier(Carrier):
             link.close()
         self._links.clear()
         self._client = self._ahead = None
-        self._self_service = None
+        self._self_services = None
         for segment in self._segments:
             segment.close()
         self._segments.clear()
 
     def _send(self, sends: Iterable[Send]) -> None:
-        """Each on the server's line if it has one and the request fits."""
+        """Send each request on the server's line, if it has one and the request fits."""
         for index, request in sends:
             link = self._links[index]
             link.asked_over, request.epoch = link.line, link.epoch

@@ -12,13 +12,14 @@ from torch import Tensor
 from paceline.comm.base import Collective, TableStore, Timing
 from paceline.comm.servers.carrier import Carrier
 from paceline.comm.servers.rows_in_view import Found, RowsSeen
-from paceline.errors import PeerLost
+from paceline.errors import PeerLost, UsageError
 from paceline.messages import HEAD_BYTES
 from paceline.row_file import RowFile
 from paceline.server.actions import Send
+from paceline.server.client_core import ClientCore
 from paceline.server.spec import Reply
 from paceline.server.tables.changes import Changes
-from paceline.server.tables.client_core import Given, TableClient
+from paceline.server.tables.client_core import TableClient
 from paceline.server.tables.hashing import owners
 from paceline.server.tables.kept_rows import Keeping, KeptRows
 from paceline.server.tables.row_optimizers import RowOptimizer, with_lr
@@ -30,7 +31,7 @@ class _Own(NamedTuple):
 
     found: Found
     values: Tensor
-    """Of the rows' gradients."""
+    """The rows' gradients."""
     optimizer: RowOptimizer
 
 
@@ -43,9 +44,9 @@ class ServedTables(TableStore):
     """
     Args:
         timing: of the store, which what this takes is added to.
-        give_with_push: has the store's next exchange take this along, for each server; false: it cannot.
+        store: of the same servers, whose next exchange may take gradients of rows along.
         keeping: rows that were asked for are used again, for so long; none: never.
-        clock: of this worker.
+        joins: it comes later than others, to servers that have the tables' rows.
     """
 
     def __init__(
@@ -56,28 +57,26 @@ class ServedTables(TableStore):
         collective: Collective,
         timing: Timing,
         epoch: int,
-        give_with_push: Callable[[Sequence[Given]], bool],
+        store: ClientCore,
         keeping: Keeping | None,
-        clock: Callable[[], int],
+        joins: bool = False,
     ) -> None:
-        self._keeping, self._clock = keeping, clock
+        self._keeping, self._store = keeping, store
         self._kept = [KeptRows(spec) for spec in specs]
-        self._give_with_push = give_with_push
         self._carrier, self._collective, self._timing = carrier, collective, timing
         self._specs, self._sees_rows = specs, carrier.is_all_beside
         self._num_lost = 0  # how often in a row servers' rows could not be mapped
         self._seen: RowsSeen | None = None
         self._own: dict[int, _Own] = {}  # by table
-        new_client = partial(TableClient, specs, rank=collective.rank, epoch=epoch, num_servers=len(carrier.beside))
+        new_client = partial(TableClient, specs, rank=store.rank, epoch=epoch, num_servers=len(carrier.beside))
         self._client, self._ahead = new_client(), new_client()
         self._wanted_ahead: Mapping[int, Tensor] | None = None
         self._is_ahead: Mapping[int, Tensor] = {}  # of each table's: which were read ahead
         self._present: dict[int, Tensor] = {}  # by table, the keys of what this worker is training on
         # To read from a server on this host takes no network.
         self._asks_ahead = torch.tensor([not is_beside and carrier.reads_ahead for is_beside in carrier.beside])
-        if collective.rank == 0:
-            self._ask(self._client.open())
-        collective.barrier()
+        self._joins = joins
+        self._from_first(self._client.open)
 
     def look(self, table: int, keys: Tensor) -> Tensor | None:
         began_s, seen = time.perf_counter(), self._rows_in_view()
@@ -112,7 +111,7 @@ class ServedTables(TableStore):
             return
         self._end_reading_ahead()
         if self._keeping is not None:
-            clock = self._clock() + 1
+            clock = self._store.clock + 1
             wanted = {table: keys[~self._kept[table].find(keys, clock=clock).is_kept] for table, keys in wanted.items()}
         self._wanted_ahead = wanted
         self._is_ahead = {table: self._comes_ahead(table, keys) for table, keys in wanted.items()}
@@ -143,7 +142,7 @@ class ServedTables(TableStore):
 
     def _read_or_keep(self, wanted: Mapping[int, Tensor], keeping: Keeping) -> dict[int, Tensor]:
         """Ask for those rows alone of which there is no copy that may be used still."""
-        clock = self._clock()
+        clock = self._store.clock
         found = {table: self._kept[table].find(keys, clock=clock) for table, keys in wanted.items()}
         missing = {table: keys[~found[table].is_kept] for table, keys in wanted.items()}
         rows = self._asked(missing)
@@ -195,11 +194,10 @@ class ServedTables(TableStore):
         gradients = [None if number in self._own else given for number, given in enumerate(gradients)]
         if self._own and all(given is None for given in gradients):
             return
-        is_given = self._carrier.takes_rows_along and self._give_with_push(
-            self._client.parts(gradients, weight=weight, lrs=lrs)
-        )
-        if not is_given:
-            self._timed(self._client.push(gradients, weight=weight, lrs=lrs, clock=self._clock()))
+        if self._carrier.takes_rows_along and self._store.rows_come_along:
+            self._store.take_along(self._client.parts(gradients, weight=weight, lrs=lrs))
+        else:
+            self._timed(self._client.push(gradients, weight=weight, lrs=lrs, clock=self._store.clock))
 
     def _own_update(self, table: int, gradients: RowGradients, lr: float | None) -> _Own | None:
         """What this worker is to do itself; none: it is for the servers, and so is a gradient that is not finite."""
@@ -209,8 +207,8 @@ class ServedTables(TableStore):
         return _Own(found, gradients.values.to(spec.sent).to(spec.computed), with_lr(spec.optimizer, lr))
 
     def settle(self, reply: Reply) -> None:
-        """The exchange that `push` was for has been answered: this worker makes the updates that are for it to make, of
-        the rows of those servers that have taken its push.
+        """The exchange that `push` was for has been answered. This worker makes its own updates: of the rows of those
+        servers that have taken its push.
 
         Raises:
             PeerLost: it can map the rows no longer.
@@ -244,19 +242,31 @@ class ServedTables(TableStore):
         return self._client.counts(table)
 
     def load(self, table: int, state: Mapping[str, Tensor]) -> None:
+        self._require_loadable(table)
         self._kept[table].drop()
-        if self._collective.rank == 0:
-            self._ask(self._client.set_state(table, state))
-        self._collective.barrier()
+        self._from_first(partial(self._client.set_state, table, state))
 
     def save(self, table: int, directory: Path) -> list[RowFile]:
         self._ask(self._client.save(table, directory))
         return self._client.saved()
 
     def load_files(self, table: int, directory: Path, files: Sequence[RowFile]) -> None:
+        self._require_loadable(table)
         self._kept[table].drop()
-        if self._collective.rank == 0:
-            self._ask(self._client.load(table, directory, files))
+        self._from_first(partial(self._client.load, table, directory, files))
+
+    def _require_loadable(self, table: int) -> None:
+        """Raises UsageError where others train on this table's rows, and this worker with them."""
+        if self._joins and self._store.clock:
+            raise UsageError(
+                f"rank {self._store.rank} loads the rows of table {self._specs[table].name!r} while others train on "
+                "them; with --elastic load rows before the first batch"
+            )
+
+    def _from_first(self, request: Callable[[], Iterable[Send]]) -> None:
+        """Rank 0 asks, and nobody goes on before it is answered. Who joins asks nothing: servers have been asked."""
+        if self._collective.rank == 0 and not self._joins:
+            self._ask(request())
         self._collective.barrier()
 
     def _timed(self, sends: Iterable[Send], client: TableClient | None = None) -> None:

@@ -26,7 +26,7 @@ class BlockAddress:
     """The descriptor that it has there."""
     num_bytes: int
     nonce: int
-    """In the block's name, so that nothing else is taken for it."""
+    """A part of the block's name, so that nothing else is taken for it."""
 
     @property
     def name(self) -> str:

@@ -16,7 +16,8 @@ _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, 
 
 
 def address_range(num_bytes: int) -> mmap.mmap:
-    """So many, and what is mapped into them is unmapped with them. Raises OSError if this process may have no more."""
+    """Reserve so many addresses; what is mapped into them is unmapped with them. Raises OSError if this process may
+    have no more."""
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
 
 

@@ -139,7 +139,8 @@ class _SharePlan:
         self.moved_bytes = 2 * (len(parts) - 1) * sum(block[0].nbytes for block in self._blocks)
 
     def reduce(self, *, is_watched: bool) -> NonFinite | None:
-        """Also what the share's mean has that is not finite. Each block is looked at while it is in the cache."""
+        """Reduce this rank's share. Returns what its mean has that is not finite, if that is watched: each block is
+        looked at while it is in the cache."""
         found: NonFinite | None = None
         first_element = self._first_element
         for parts in self._blocks:

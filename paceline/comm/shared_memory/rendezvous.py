@@ -247,8 +247,8 @@ class Rendezvous:
             self._words[_STANDS_AT] = obstacle.number & _MASK
 
     def require_moving(self, obstacle: Obstacle, rank: int, *, issued: int) -> None:
-        """Raise CallMismatch if the rank's message, which this one waits for, cannot come: the rank stands at a step
-        beyond all that this one has `issued`, and has put all that it has sent into its box before."""
+        """Raise CallMismatch if the message of the rank that this one waits for cannot come: that rank stands at a step
+        beyond all that this one has `issued`, and all that it has sent before is in its box."""
         theirs = self._standing_at(rank, issued=issued)
         if theirs is None or rank not in obstacle.missing():
             return

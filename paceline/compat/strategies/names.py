@@ -245,5 +245,5 @@ def _refuse(owner: DistributionStrategy, *, why: str, **options: object) -> None
 
 
 def _num_gpus() -> int:
-    """At least 1: without GPUs one worker computes on the processor."""
+    """How many GPUs there are, or 1: without one a worker computes on the processor."""
     return max(1, torch.cuda.device_count())

@@ -16,9 +16,9 @@ from paceline.errors import RunFailed
 from paceline.scheduler import Allocation
 
 START_S = 30.0
-"""Until all hosts have come that are started from the first."""
+"""Time until all hosts have come that are started from the first."""
 MEET_S = 300.0
-"""Until those have come that start by themselves."""
+"""Time until those have come that start by themselves."""
 
 
 @contextmanager
@@ -128,5 +128,5 @@ def _meet(allocation: Allocation) -> None:
 
 
 def _num_hosts() -> int:
-    """That have come to the cluster, and are there."""
+    """How many hosts have come to the cluster, and are there."""
     return sum(node["Alive"] for node in ray.nodes())

@@ -88,8 +88,9 @@ class ControlLine(Reporter):
         self.gives_to_other_hosts = False
         """Ranks that wait for this worker's state."""
         self.is_asked_to_leave = False
-        self.on_lost: Callable[[int], None] = lambda epoch: None
-        """Called in the line's thread: somebody of this epoch of membership, or of an earlier one, is gone."""
+        self.on_lost: Callable[[int, Sequence[int]], None] = lambda epoch, gone: None
+        """Called in the line's thread: these of an epoch of membership, the present or an earlier one, are gone, or
+        others join."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._speak, name="paceline-control", daemon=True)
         self._thread.start()
@@ -212,7 +213,7 @@ class ControlLine(Reporter):
                 self.asked_to_give = ()  # who waits still is named anew
             self._answers.put({**message.body, "payload": message.payload})
         elif message.kind is Kind.LOST:
-            self.on_lost(message.body["epoch"])
+            self.on_lost(message.body["epoch"], message.body["gone"])
         elif message.kind is Kind.LEASE:
             self._lease = Lease.granted(message.body["length_s"], asked_s=message.body["asked_s"])
         elif message.kind is Kind.GIVE:

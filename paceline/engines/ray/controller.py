@@ -62,19 +62,20 @@ class Controller:
         self._on_output, self._on_records = on_output, on_records
         self._writer = RecordWriter(directory)
         self.num_steps: dict[str, int] = {}
-        """Of every member heard so far: its steps (of a server: updates) when it was last heard."""
+        """How many steps every member had taken when it was last heard; for a server, its updates."""
         self.heard_s: dict[str, float] = {}
         """When each member was last heard, by the monotonic clock."""
         self.words: collections.deque[tuple[Kind, Mapping[str, Any]]] = collections.deque()
         """What members of a run that outlives deaths have said of themselves and of others."""
         self.serves: collections.deque[Mapping[str, Any]] = collections.deque()
+        self.copied: collections.deque[Mapping[str, Any]] = collections.deque()
         """Chains of servers, as those at their heads say that they serve them."""
         self.expelled: set[str] = set()
         """Members on other hosts that were silent for too long: nothing that they say counts any more."""
         self.leases: Mapping[str, float | None] = {}
         """Members that go on only while they hear from here, and for how long without that; None: for ever."""
         self.epochs: dict[str, int] = {}
-        """Of the data, which each member was in when it was last heard."""
+        """By member, the epoch of its data that it was in when it was last heard."""
         self.standstill = Standstill()
         self.gone: set[str] = set()
         """Members that have said all they had to say."""
@@ -107,8 +108,9 @@ class Controller:
             self._guarded(self._writer.flush)
 
     def record(self, *records: Record) -> None:
-        """Write records of the launcher's own."""
+        """Write records, of a member or the launcher's own."""
         self._guarded(lambda: self._writer.write(records))
+        self.progress.take(records)
         self._on_records(records)
 
     def event(self, name: str, who: str = "run", **details: Any) -> None:
@@ -168,7 +170,6 @@ class Controller:
                 steps = [step for frame in message.payload for step in unpack_steps(raw_bytes(frame))]
                 records = [*steps, *(from_plain(record) for record in message.body["records"])]
                 self.record(*records)
-                self.progress.take(records)
             elif message.kind is Kind.OUTPUT:
                 for line in message.body["lines"]:
                     self._on_output(identity, str(line))
@@ -181,6 +182,8 @@ class Controller:
                 self.words.append((message.kind, message.body))
             elif message.kind is Kind.SERVES:
                 self.serves.append(message.body)
+            elif message.kind is Kind.COPIED:
+                self.copied.append(message.body)
             elif message.kind is Kind.GOODBYE:
                 self.gone.add(identity)
             elif message.kind is Kind.LOAD:

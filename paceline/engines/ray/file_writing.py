@@ -47,7 +47,7 @@ class FileWriting:
         return [self._written.popleft() for _ in range(len(self._written))]
 
     def wait(self, *, limit_s: float) -> bool:
-        """Until all is written that was begun, or so long. Returns whether it is."""
+        """Wait until all is written that was begun, or so long. Returns whether it is."""
         is_done = threading.Event()
         self._jobs.put(is_done.set)
         return is_done.wait(limit_s)

@@ -40,7 +40,7 @@ class Interrupted(KeyboardInterrupt):
             )
             return
         where = "" if iteration is None else f" at iteration {iteration}"
-        remedy = f"the same command with --resume {directory} goes on from there"
+        remedy = f"the same command with --resume {directory} goes on from there, in Python resume={str(directory)!r}"
         super().__init__(f"interrupted; saved{where} in {directory}: {remedy}")
 
 

@@ -21,7 +21,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the launcher has and a cluster's processes may not."""
     num_at_start: int | None = None
-    """Of an elastic run that is resumed, the workers that it was begun with."""
+    """For an elastic run that is resumed: how many workers it began with."""
     launcher_lost: LauncherLost | None = None
     """What the run goes on after."""
     is_spread: bool = False

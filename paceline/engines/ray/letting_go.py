@@ -1,19 +1,19 @@
-"""The launcher's half of an elastic run under servers: these go on without a worker that is gone, and the others do
-what it has not done of its data; they take in one who comes, which does what others have not begun."""
+"""The launcher's half of an elastic run under servers. These go on without a worker that is gone, and the others do
+what it has not done of its data. Who joins does what others have not begun."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, final
 
 import ray
 from ray.exceptions import RayError
 
-from paceline.elastic import Done, LaneBatch, Lanes
+from paceline.elastic import Done
 from paceline.engines.ray.controller import Controller
+from paceline.engines.ray.lane_desk import LaneDesk
 from paceline.engines.ray.members import Members
 from paceline.engines.ray.takeover import Takeover
 from paceline.errors import RunFailed
-from paceline.messages import Kind
 from paceline.server.whole_pushes import what_counts
 
 _ANSWER_S = 20.0
@@ -26,34 +26,29 @@ class LettingGo:
     over, and is asked then.
 
     Args:
+        desk: where workers ask for data.
         num_servers: at the start, each of which has a key range.
         takeover: where servers may die, and others have their key ranges.
         deadline_s: after it, who is silent is ended.
         turn: has the launcher hear its members, for so many seconds at most, and look who has died and who serves. It
             does so while it waits for servers, since members' leases end where they hear nothing of it.
-        say: shows a line where the run was started.
     """
 
     def __init__(
         self,
         controller: Controller,
         members: Members,
+        desk: LaneDesk,
         *,
-        num_workers: int,
         num_servers: int,
         takeover: Takeover | None,
         deadline_s: float,
         turn: Callable[[float], None],
-        say: Callable[[str], None],
     ) -> None:
-        self._controller, self._members, self._say = controller, members, say
+        self._controller, self._members, self._desk = controller, members, desk
         self._num_servers = num_servers
         self._takeover, self._turn = takeover, turn
         self._answer_s = deadline_s + _ANSWER_S
-        self._lanes = Lanes.first(num_workers)
-        self._in_lane: set[int] = set()  # workers that have all of a lane to themselves
-        self.epochs: dict[str, int] = {}
-        """Of the data, which each worker has begun last, by its name."""
 
     def let_go(self, rank: int) -> None:
         """This worker is gone. Its last gradient counts on all servers, or on none. What it has done is known before
@@ -62,9 +57,7 @@ class LettingGo:
             self._takeover.part_with(f"worker-{rank}")
         counts = what_counts(self._ask(lambda server, key_range: server.part_with.remote(key_range, rank)))
         done = Done(*counts.body["done"]) if counts is not None else Done()
-        self._lanes = self._lanes.gone(rank, done)
-        self._in_lane.discard(rank)
-        self._controller.event("let_go", f"worker-{rank}", **done._asdict())
+        self._desk.gone(rank, done)
         self._ask(lambda server, key_range: server.let_go.remote(key_range, rank, counts))
 
     def let_in(self, rank: int) -> None:
@@ -72,49 +65,8 @@ class LettingGo:
         all can agree on the first one that it is to be in."""
         clock = max(self._ask(lambda server, key_range: server.expect.remote(key_range, rank)), default=0)
         self._ask(lambda server, key_range: server.let_in.remote(key_range, rank, clock))
-        self._lanes = self._lanes.come(rank)
+        self._desk.book.come(rank)
         self._controller.event("let_in", f"worker-{rank}", clock=clock)
-
-    def have_given_back(self, ranks: Iterable[int]) -> bool:
-        """Whether none of these has more of a lane to itself than it has begun."""
-        return self._in_lane.isdisjoint(ranks)
-
-    def hear(self, body: Mapping[str, Any]) -> None:
-        """A worker asks for its lane, or for what is left to it, or gives back what is left of its lane; or it asks for
-        all there is, to keep or to set it."""
-        rank = body["rank"]
-        if rank not in self._lanes.present:  # it has died since
-            return
-        if "begins" in body:
-            self.epochs[f"worker-{rank}"] = body["begins"]
-            self._lanes, lane = self._lanes.begin(rank, epoch=body["begins"])
-            self._in_lane.discard(rank)
-            if lane is not None:
-                self._in_lane.add(rank)
-            self._controller.tell(f"worker-{rank}", Kind.LANES, lane=lane)
-        elif "gives_back" in body:
-            self._in_lane.discard(rank)
-            self._lanes = self._lanes.give_back(rank, LaneBatch(*body["gives_back"]))
-        elif "ended" in body:
-            self._in_lane.discard(rank)
-            if body["none"] is not None:
-                self._lanes = self._lanes.is_none(rank, LaneBatch(*body["none"]))
-            self._lanes, batch = self._lanes.give(rank, epoch=body["ended"])
-            self._controller.tell(f"worker-{rank}", Kind.LANES, batch=batch)
-        else:
-            if body["resumes"] is not None:
-                self._lanes = Lanes.of_plain(body["resumes"])
-            self._controller.tell(f"worker-{rank}", Kind.LANES, lanes=self._lanes.plain)
-
-    def end(self) -> None:
-        """All have come to the end of their scripts: say what nobody has done."""
-        left = self._lanes.before(max(self._controller.epochs.values(), default=0))
-        if left:
-            self._controller.event("left_over", "run", batches=[each._asdict() for each in left])
-            self._say(
-                "nobody has trained on what workers that are gone have left: "
-                + ", ".join(f"in epoch {each.epoch}, of lane {each.lane}, from batch {each.number} on" for each in left)
-            )
 
     def _ask(self, ask: Callable[[Any, int], Any]) -> list[Any]:
         """What is said of each key range by whoever serves it, also where that is another one than was asked first."""

@@ -38,7 +38,7 @@ class Watch:
         self._poll.register(descriptor, select.POLLIN)
 
     def ended(self) -> list[str]:
-        """Those that have ended since the last call."""
+        """The processes that have ended since the last call."""
         names = []
         for descriptor, _ in self._poll.poll(0):
             self._poll.unregister(descriptor)
@@ -67,7 +67,7 @@ class MemoryKills:
 
 
 def _num_memory_kills() -> int:
-    """Since the host began."""
+    """Processes that were killed for memory since the host began."""
     found = re.search(r"^oom_kill (\d+)$", _VMSTAT.read_text() if _VMSTAT.exists() else "", re.MULTILINE)
     return int(found[1]) if found else 0
 
@@ -92,7 +92,7 @@ def bind_forks_to_this_process() -> None:
 
 
 def end_this_process() -> None:
-    """At once, with what it has started."""
+    """End this process at once, with what it has started."""
     try:
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):

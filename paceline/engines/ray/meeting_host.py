@@ -18,7 +18,7 @@ from paceline.scheduler import Allocation
 
 _LOOK_S = 0.5
 _GONE_S = 5.0
-"""Without its head for so long, a cluster has ended."""
+"""A cluster that is without its head for so long has ended."""
 
 
 def directory_of(allocation: Allocation) -> Path:

@@ -21,6 +21,8 @@ from paceline.engines.ray.worker_actor import WorkerActor
 from paceline.engines.ray.world_spec import Newcomer, WorkerInfo, WorldSpec
 from paceline.errors import UsageError
 
+CAME_TOO_LATE = "its script came to its end before it had a batch"
+
 
 @final
 class Newcomers:
@@ -79,8 +81,9 @@ class Newcomers:
             outcome = members.outcomes.get(name)
             if name in members.dead:
                 self._fail(name, self._survival.why(name))
+                self.replace_lost()
             elif outcome is not None:
-                self._fail(name, outcome.error or "its script came to its end before it had a batch")
+                self._fail(name, outcome.error or CAME_TOO_LATE)
         for name in self._survival.left & members.outcomes.keys() & members.actors.keys():
             why = members.outcomes[name].error
             if why is not None:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from paceline.comm.hosts import is_of_this_host
 from paceline.engines.ray.allocated_node import OBJECT_STORE_BYTES, WORKER_NICENESS
 from paceline.engines.ray.allocation import cluster_over
 from paceline.engines.ray.interrupts import hold_back_interrupts, keep_handlers
@@ -106,9 +108,12 @@ def _is_same(address: str, own: str) -> bool:
     host, _, port = address.rpartition(":")
     own_host, _, own_port = own.rpartition(":")
     try:
-        return port == own_port and socket.gethostbyname(host) == socket.gethostbyname(own_host)
+        named, known = socket.gethostbyname(host), socket.gethostbyname(own_host)
     except OSError:
         return False
+    # Ray that is named by the loopback tells its address on the network.
+    is_here = ip_address(named).is_loopback and is_of_this_host(known)
+    return port == own_port and (named == known or is_here)
 
 
 def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bool, num_workers: int) -> None:
@@ -291,7 +296,7 @@ def _apportion(count: int, capacity: Sequence[float]) -> list[int]:
 
 
 def _share(total: float, num_processes: int) -> float:
-    """At most one unit for each process; Ray counts in ten-thousandths."""
+    """Each process's share of this resource, at most one unit; Ray counts in ten-thousandths."""
     if num_processes == 0 or total >= num_processes:
         return min(1.0, total)
     return math.floor(total / num_processes * 1e4) / 1e4

@@ -77,5 +77,5 @@ def _read(descriptor: int, say: Callable[[str], None], is_over: threading.Event)
 
 
 def _readable(line: bytes) -> str:
-    """Of a line that was written over again and again, as progress bars do, the last state."""
+    """The text of a line. If it was written over again and again, as progress bars do, that is its last state."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]

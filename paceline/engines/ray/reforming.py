@@ -18,7 +18,8 @@ from paceline.comm.file_sockets import OfferedFile, copy_file
 from paceline.comm.shared_memory.block import SharedBlock
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.shared_memory.descriptors import open_descriptor
-from paceline.elastic import Form, Lane, LaneBatch, Member, Report, StaleEpoch
+from paceline.comm.socket_mailbox import SocketMailbox
+from paceline.elastic import Done, Form, Lane, LaneBatch, Member, Report, StaleEpoch
 from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.errors import DeadlineExceeded, PeerLost
 from paceline.membership import Membership
@@ -26,7 +27,7 @@ from paceline.messages import Kind, Raw, raw_bytes
 from paceline.strategies.regrouping import Formed, ResultHandedOn
 
 _AGAIN_S, _MOST_COPIES = 0.5, 3
-"""Between two tries to have a worker's state, and how many there are."""
+"""Time between two tries to take a worker's state, and how many of the same state there are."""
 
 
 @final
@@ -65,6 +66,8 @@ class Reforming:
         self._host, self._address, self._store, self._meet_within_s = host, address, store, meet_within_s
         self._keys, self._run_epoch = launcher.keys, launcher.epoch
         self._epoch, self._lost_epoch = 0, 0
+        self._gone: Sequence[int] = ()  # of that one
+        self._mailbox: tuple[SocketMailbox, Membership] | None = None  # of an epoch
         line.on_lost = self._lose
         self.joins = joins
         self._states = ExitStack()  # under way, until the others have gone on
@@ -79,6 +82,9 @@ class Reforming:
 
     def give_back(self, rank: int, rest: LaneBatch) -> None:
         self._line.tell(Kind.LANE, {"rank": rank, "gives_back": rest})
+
+    def gone(self, rank: int, done: Done) -> None:
+        self._line.tell(Kind.LANE, {"rank": self._rank, "gone": rank, "done": done})
 
     def enter(self, member: Member) -> Membership:
         said = self._line.ask(Kind.REPORT, {**asdict(member.report()), "site": None})
@@ -179,7 +185,7 @@ class Reforming:
                 continue
             self._add(self._collective)
             if self._lost_epoch >= self._epoch:
-                self._lose(self._lost_epoch)
+                self._lose(self._lost_epoch, self._gone)
             beside = [rank for rank, site in sites.items() if site.host == self._host]
             return Formed(member, self._collective, beside.index(member.rank), len(beside))
 
@@ -200,11 +206,25 @@ class Reforming:
             collective.set_deadline(self._deadline_s)
         return collective
 
-    def _lose(self, epoch: int) -> None:
-        """Somebody of this epoch is gone. Callable from any thread."""
-        self._lost_epoch = max(epoch, self._lost_epoch)
+    def watch(self, mailbox: SocketMailbox, membership: Membership) -> None:
+        """Have it end with this epoch."""
+        self._mailbox = mailbox, membership
+        self._end_mailbox()
+
+    def _lose(self, epoch: int, gone: Sequence[int]) -> None:
+        """These of this epoch are gone. Callable from any thread."""
+        if epoch >= self._lost_epoch:
+            self._lost_epoch, self._gone = epoch, gone
+        self._end_mailbox()
         if epoch >= self._epoch:
             self._collective.lose("a worker is gone, as the launcher says")
+
+    def _end_mailbox(self) -> None:
+        if self._mailbox is None:
+            return
+        mailbox, membership = self._mailbox
+        if self._lost_epoch == membership.epoch:
+            mailbox.end([place for place, rank in enumerate(membership.ranks) if rank in self._gone])
 
     def _told(
         self, member: Member, site: Site, last_result: Callable[[], Sequence[Raw]]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Of this host or this task, not of the job.
+# These are this host's or this task's, not the job's.
 _OWN = ("HOSTNAME", "TMPDIR", "PBS_TASKNUM", "PBS_NODENUM", "PBS_VNODENUM", "LSF_PM_TASKID")
 
 _PREFIX, _SUFFIX = ".paceline-job-", ".json"

@@ -47,6 +47,7 @@ class ServerActor:
             epoch=launcher.epoch,
             reporter=self._line,
             on_serving=lambda chain: self._line.tell(Kind.SERVES, to_body(chain)),
+            on_copied=lambda copied: self._line.tell(Kind.COPIED, {**to_body(copied.chain), "why_not": copied.why_not}),
         )
 
     def hello(self) -> ServerInfo:
@@ -57,6 +58,14 @@ class ServerActor:
 
     def replicate(self, spec: ServerSpec, chain: Chain, endpoints: dict[int, str]) -> None:
         self._built.replicate(spec, chain, endpoints=endpoints)
+
+    def replicate_anew(self, spec: ServerSpec, chain: Chain) -> None:
+        """Have the service build what is to become a copy, as this server is the chain's newcomer."""
+        self._built.replicate_anew(spec, chain)
+
+    def spec_of(self, key_range: int) -> ServerSpec:
+        """Return what another server builds a copy of this key range by."""
+        return self._built.spec_of(key_range)
 
     def serve(self) -> Outcome:
         # What building the first optimizer would load, in most of a second, while all workers wait for it.
@@ -94,7 +103,8 @@ class ServerActor:
         return self._service
 
     def _iteration(self) -> int:
-        """Asked by the control line from its start, which is before the service's."""
+        """The service's iteration, if there is a service: the control line asks from its start, which is before
+        that."""
         return self._service.iteration if self._service is not None else 0
 
     def _abort(self, reason: str) -> None:

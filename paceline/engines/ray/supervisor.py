@@ -20,6 +20,7 @@ from paceline.engines.ray.answers import Answers
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts, note_interrupts
 from paceline.engines.ray.job import Job
+from paceline.engines.ray.lane_desk import LaneDesk
 from paceline.engines.ray.letting_go import LettingGo
 from paceline.engines.ray.liveness import MemoryKills, Watch
 from paceline.engines.ray.members import Members, last_line
@@ -67,7 +68,7 @@ class Supervisor:
         self._memory = MemoryKills()
         self._survival: Survival | None = None
         self._newcomers: Newcomers | None = None
-        self._letting_go: LettingGo | None = None
+        self._lane_desk: LaneDesk | None = None
         self._takeover: Takeover | None = None
         self._answers = Answers(job.config.elastic, lambda: self._controller.progress)
         self._desk = Desk(directory, self._answers)
@@ -87,8 +88,8 @@ class Supervisor:
                 self._start()
                 self._attend()
             self._part()
-            if self._letting_go is not None:
-                self._letting_go.end()
+            if self._lane_desk is not None:
+                self._lane_desk.end()
             self._controller.event("ended")
         except KeyboardInterrupt:
             self._save_and_stop()
@@ -161,16 +162,17 @@ class Supervisor:
             for name, info in members.infos.items()
             if info.node_id != own_node_id() and (isinstance(info, WorkerInfo) or spec.chains is not None)
         }
-        if self._traits.outlives_workers:
-            letting_go = self._letting_go = LettingGo(
+        if self._traits.has_lanes:
+            self._lane_desk = LaneDesk(self._controller, num_workers=spec.size, say=self._say)
+        if self._lane_desk is not None and self._traits.outlives_workers:
+            letting_go = LettingGo(
                 self._controller,
                 members,
-                num_workers=spec.size,
+                self._lane_desk,
                 num_servers=len(spec.servers),
                 takeover=self._takeover,
                 deadline_s=elastic.deadline_s,
                 turn=self._look_after_members,
-                say=self._say,
             )
         self._survival = Survival(
             elastic,
@@ -180,6 +182,7 @@ class Supervisor:
             deadline_s=math.inf if letting_go is not None else job.config.deadline_s,
             pids={name: info.pid for name, info in members.infos.items()},
             elsewhere=elsewhere,
+            desk=self._lane_desk,
             letting_go=letting_go,
             servers=tuple if self._takeover is None else lambda: members.servers,
             say=self._say,
@@ -202,7 +205,7 @@ class Supervisor:
             self._say(str(refused))
 
     def _attend(self) -> None:
-        """Until every worker has ended, or the first has failed."""
+        """Attend until every worker has ended, or the first has failed."""
         while self._members.has_workers_pending:
             self._turn(timeout_s=_TURN_S)
             if self._answers.is_asked_to_stop:

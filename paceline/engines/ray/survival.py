@@ -10,6 +10,7 @@ from typing import Any, final
 
 from paceline.elastic import Coordinator, Elastic, Form, Report, StaleEpoch
 from paceline.engines.ray.controller import Controller
+from paceline.engines.ray.lane_desk import LaneDesk
 from paceline.engines.ray.letting_go import LettingGo
 from paceline.engines.ray.liveness import MemoryKills
 from paceline.engines.ray.reforming import report_of
@@ -22,7 +23,7 @@ _LEASE_DEADLINES = 3
 """A lease is so many deadlines long, so that a launcher that stands still for a moment loses nobody. Nothing hangs on
 its end: without the others' parts a worker applies no step meanwhile."""
 _FIRST_WORD_S = 60.0
-"""For the first word there is so long: before it a process loads what it is to run."""
+"""How long to wait for a process's first word: before it the process loads what it is to run."""
 
 
 @final
@@ -33,8 +34,9 @@ class Survival:
         deadline_s: how long the others may wait for one who does not come to its next exchange.
         pids: the workers' processes, by name.
         elsewhere: those on other hosts.
-        letting_go: has servers and the others' data go on without whoever is gone, or with who comes, where servers
-            outlive workers.
+        desk: where workers that take their own steps ask for data.
+        letting_go: has servers, and what is asked there, go on without whoever is gone, or with who comes, where
+            servers outlive workers.
         servers: those that others can take over from, by name, and so are ended when they are silent.
         say: shows a line where the run was started.
     """
@@ -48,11 +50,12 @@ class Survival:
         deadline_s: float,
         pids: Mapping[str, int],
         elsewhere: Set[str],
+        desk: LaneDesk | None = None,
         letting_go: LettingGo | None = None,
         servers: Callable[[], Iterable[str]] = tuple,
         say: Callable[[str], None],
     ) -> None:
-        self._letting_go, self._servers = letting_go, servers
+        self._desk, self._letting_go, self._servers = desk, letting_go, servers
         self._elastic, self._controller, self._pids, self._say = elastic, controller, dict(pids), say
         self._elsewhere = set(elsewhere)
         self._coming: set[str] = set()  # started, and not ready yet
@@ -65,7 +68,7 @@ class Survival:
         self._leaving: set[int] = set()  # have been asked to
         self._waiting: set[int] = set()  # have taken a state, and wait to meet the others
         self.left: set[str] = set()
-        """Those who have been asked to leave, and have."""
+        """The workers that have been asked to leave, and have."""
         self._is_ending = False  # a worker has come to the end of its script
         self._why: dict[str, str] = {}
         self._deadline_s, self._awaited_s = deadline_s, 0.0
@@ -80,12 +83,12 @@ class Survival:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those who take part."""
+        """The ranks that take part."""
         return self._coordinator.living
 
     @property
     def staying(self) -> tuple[int, ...]:
-        """Of these, those who have not been asked to leave."""
+        """The living workers that have not been asked to leave."""
         return tuple(rank for rank in self._coordinator.living if rank not in self._leaving)
 
     def pid(self, name: str) -> int | None:
@@ -152,8 +155,8 @@ class Survival:
                 self._hear_newcomer(body["rank"], epoch=body["epoch"])
             elif kind is Kind.RESULT:
                 self._hand_on_result(body)
-            elif kind is Kind.LANE and self._letting_go is not None:
-                self._letting_go.hear(body)
+            elif kind is Kind.LANE and self._desk is not None:
+                self._desk.hear(body)
             elif kind is Kind.GIFT:
                 self._hear_gift(body)
             elif kind is Kind.ENDS:
@@ -172,7 +175,10 @@ class Survival:
         self._since_s = time.monotonic()
         self.left.add(name)
         self._go_on_without(rank)
+        epoch = self._coordinator.membership.epoch
         self._take_out(rank, self._coordinator.ended if self._is_ending else self._coordinator.died)
+        if self._desk is not None and self._letting_go is None:  # who has a mailbox does not see it leave
+            self._tell_lost(self._coordinator.living, epoch=epoch)
 
     def _hear_gift(self, body: Mapping[str, Any]) -> None:
         """Where workers take their own steps, a joiner goes on as the one in the furthest epoch of the data."""
@@ -183,9 +189,9 @@ class Survival:
                 self._states[rank] = body["state"]
 
     def _epoch_of(self, rank: int) -> int:
-        """Of the data, which it is in; under servers, which it has begun: there it may be through with the last."""
-        epochs = self._controller.epochs if self._letting_go is None else self._letting_go.epochs
-        return epochs.get(f"worker-{rank}", 0)
+        """Of the data, which it is in; with a lane, which it has begun: there it may be through with the last."""
+        own = self._controller.epochs.get(f"worker-{rank}", 0)
+        return own if self._desk is None else self._desk.book.epochs.get(rank, own)
 
     def _let_in(self, report: Report, letting_go: LettingGo) -> None:
         """Under servers a joiner that has a state takes part at once. The others have it meet them in the next pause,
@@ -225,8 +231,9 @@ class Survival:
 
     def _tell_lost(self, ranks: Iterable[int], *, epoch: int) -> None:
         """Not all of this epoch take part in it any more: end the waits of these."""
+        gone = sorted({*self._coordinator.membership.ranks} - {*self._coordinator.living})
         for rank in ranks:
-            self._controller.tell(f"worker-{rank}", Kind.LOST, epoch=epoch)
+            self._controller.tell(f"worker-{rank}", Kind.LOST, epoch=epoch, gone=gone)
 
     def _hear_newcomer(self, rank: int, *, epoch: int) -> None:
         """Its script has come to this epoch of the data, and goes on to that of the others before it takes a state."""
@@ -245,7 +252,7 @@ class Survival:
     def _hand_on_states(self) -> None:
         """Under servers when all have given back what is left of their lanes, so that a joiner finds what to do."""
         yet_to_give = {*self.ranks} - self._gave
-        if self._letting_go is not None and not self._letting_go.have_given_back(yet_to_give):
+        if self._letting_go is not None and self._desk is not None and not self._desk.book.have_given_back(yet_to_give):
             return
         for rank in self._seeking & self._states.keys():
             self._seeking.discard(rank)
@@ -315,8 +322,8 @@ class Survival:
             )
 
     def _kill(self, name: str) -> None:
-        """On another host, which may not be reached any more, a worker is expelled: without word from here it applies
-        no further step."""
+        """Kill a worker. On another host, which may not be reached any more, it is expelled: without word from here it
+        applies no further step."""
         if name in self._elsewhere:
             self._controller.expelled.add(name)
             return
@@ -353,6 +360,8 @@ class Survival:
             "sites": {str(rank): self._sites[str(rank)] for rank in ranks},
         }
         for rank in ranks:
+            if self._desk is not None and self._letting_go is None:
+                self._desk.book.come(rank)
             self._controller.tell(f"worker-{rank}", Kind.FORM, **body)
         self._waiting -= set(joined)
         self._states.clear()

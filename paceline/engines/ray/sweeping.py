@@ -14,7 +14,7 @@ _SWEEP_S = 3.0  # how long other hosts may take
 
 
 def sweep(run: str, node_ids: Collection[str]) -> None:
-    """On this host, and on these nodes."""
+    """Remove what is left of the run on this host, and on these nodes."""
     end_processes_of(run)
     task = cast(Any, ray.remote)(num_cpus=0, max_retries=0)(end_processes_of)
     sweeps = [

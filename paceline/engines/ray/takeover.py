@@ -1,11 +1,12 @@
-"""The launcher's half of a run whose servers have replicas: it notices which server is gone, and says who serves its
-key ranges from then on."""
+"""The launcher's half of a run whose servers have replicas: it notices which server is gone, says who serves its key
+ranges from then on, and has others given copies in its place."""
 
 import time
 from collections.abc import Callable, Mapping
 from typing import final
 
 from paceline.engines.ray.controller import Controller
+from paceline.engines.ray.copying_anew import CopyingAnew
 from paceline.engines.ray.members import Members
 from paceline.errors import RunFailed
 from paceline.messages import Kind
@@ -38,6 +39,7 @@ class Takeover:
         self._awaited: dict[int, tuple[Chain, float]] = {}  # by key range: who is to serve it, and since when
         self._parted: set[str] = set()
         self._told: set[str] = set()  # workers
+        self._copying = CopyingAnew(controller, chains=lambda: self.chains, change=self._change, say=say)
 
     def head_of(self, key_range: int) -> str | None:
         """Who serves it; none: another one is about to."""
@@ -60,6 +62,8 @@ class Takeover:
             members.forget(name)
             self._controller.forget(name)
             self._lose(name)
+        if self.is_settled and not members.dead & members.servers.keys():
+            self._copying.turn(members.servers)
 
     @property
     def _has_begun(self) -> bool:
@@ -79,8 +83,14 @@ class Takeover:
         for chain in changed:
             if chain.key_range in served:
                 self._awaited[chain.key_range] = chain, now_s
-            for each in chain.servers:
-                self._controller.tell(f"server-{each}", Kind.CHAIN, **to_body(chain))
+            self._change(chain)
+
+    def _change(self, chain: Chain) -> None:
+        """From here on this is the chain of its key range."""
+        self.chains = self.chains.changed(chain)
+        for server in (*chain.servers, chain.newcomer):
+            if server is not None:
+                self._controller.tell(f"server-{server}", Kind.CHAIN, **to_body(chain))
 
     def _hear(self) -> None:
         """Take in which servers have taken over, and send workers there."""

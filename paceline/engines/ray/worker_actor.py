@@ -13,7 +13,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from paceline.checkpoint import Checkpoint
-from paceline.comm.base import Store
+from paceline.comm.base import Collective, Store
 from paceline.comm.connecting import connect_members, gpu_identity, needs_store
 from paceline.comm.mailbox import Mailbox
 from paceline.comm.meeting import exchange
@@ -32,6 +32,7 @@ from paceline.engines.ray.world_spec import WorkerInfo, WorldSpec
 from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
 from paceline.engines.world import World, enter
 from paceline.errors import Aborted, UsageError
+from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
 from paceline.messages import Kind
 from paceline.server.chains import Chain
@@ -183,15 +184,17 @@ class WorkerActor:
             ends.add(store)
             return store
 
-        def connect_mailbox() -> Mailbox:
+        def connect_mailbox(collective: Collective, membership: Membership) -> Mailbox:
             mailbox = SocketMailbox(
                 launcher.keys,
                 host=me.address,
                 collective=collective,
-                epoch=spec.epoch,
+                epoch=membership.epoch,
                 deadline_s=spec.config.deadline_s,
             )
             ends.add(mailbox)
+            if reforming is not None:
+                reforming.watch(mailbox, membership)
             return mailbox
 
         reforming = None
@@ -218,7 +221,7 @@ class WorkerActor:
             collective=collective,
             store=store_of(0) if spec.servers else None,
             store_beside=store_of if spec.servers else None,
-            connect_mailbox=connect_mailbox if spec.size > 1 else None,
+            connect_mailbox=connect_mailbox,
             reform=reforming,
             lane_keeper=reforming,
             num_at_start=spec.num_at_start,

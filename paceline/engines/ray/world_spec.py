@@ -97,13 +97,14 @@ class WorldSpec:
         return Chains.first(hosts, replicas=replicas, epoch=self.epoch) if replicas else None
 
     def server_addresses(self, *, node_id: str) -> list[ServerAddress]:
-        """Of those that serve the key ranges, in their order, as members on that node reach them."""
+        """The servers that serve the key ranges, in the order of these, at addresses that members on that node
+        reach."""
         if self.chains is not None:
             return [self.address_of(chain, node_id=node_id) for chain in self.chains.chains]
         return [self._address(info, node_id=node_id) for info in self.servers]
 
     def address_of(self, chain: Chain, *, node_id: str) -> ServerAddress:
-        """Of who serves its key range."""
+        """The address of the server that serves this chain's key range."""
         address = self._address(self.servers[chain.head], node_id=node_id)
         return replace(address, epoch=chain.epoch, copy_of=chain.key_range if chain.head != chain.key_range else None)
 

@@ -21,7 +21,7 @@ from paceline.strategies.federated.secured import Masks
 
 _LOOK_S, _PATIENCE_S = 0.1, 10.0
 _STRANGERS_S = 300.0
-"""From one line of the log about connections without a ticket to the next."""
+"""Time from one line of the log about connections without a ticket to the next."""
 _MOST_AT_ONCE = 64
 
 
@@ -125,7 +125,7 @@ class ServedClients:
         self._reporter.emit(UpdateRecord(0, self._round + 1, client, self._round + 1, 0))
 
     def total(self, vectors: Mapping[int, tuple[float, Tensor]], *, round_number: int) -> Total:
-        """Of the round that was collected last."""
+        """The sum of the round that was collected last."""
         found = self._core.sum if self._core is not None else None
         if found is None:
             return Total(torch.zeros(0), 0.0, 0)

@@ -6,6 +6,7 @@ Outside such runs nothing is done here.
 from paceline.engines.striking.arming import VARIABLE, Place, Places, Strike, arm, is_of_launchers_host, met, network_of
 from paceline.engines.striking.kinds import KINDS, Kind, kinds_of
 from paceline.engines.striking.servers import SERVERS, arm_server
+from paceline.engines.striking.sizes import Sizes
 
 __all__ = [
     "KINDS",
@@ -14,6 +15,7 @@ __all__ = [
     "Kind",
     "Place",
     "Places",
+    "Sizes",
     "Strike",
     "arm",
     "arm_server",

@@ -102,7 +102,8 @@ def _watched(
             return method(*given, **named)
         strike = left.pop(0)
         kind = KINDS[strike.kind]
-        if kind.is_of_host and is_of_launchers_host(folder, who):
+        is_beside = is_of_launchers_host(folder, who)
+        if (kind.is_of_host and is_beside) or (kind.asks_launcher and not is_beside):
             return method(*given, **named)
         (folder / "struck" / strike.mark).touch()
         with kind.do(folder):

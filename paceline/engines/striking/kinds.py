@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
-from paceline.engines.striking import acts, connections, hosts
+from paceline.engines.striking import acts, connections, hosts, sizes
 
 Who = Literal["worker", "server", "launcher"]
 _MEMBER: tuple[Who, ...] = ("worker", "server")
@@ -25,6 +25,8 @@ class Kind:
     """It lives, and is ended for its silence: a worker always, a server where the run is elastic."""
     is_of_host: bool = False
     """All of the run on its host are struck, which is to be another one than the launcher's."""
+    asks_launcher: bool = False
+    """It asks the launcher for something, whose host is to be its own."""
     lacks: Callable[[], str] = lambda: ""
     """Why it cannot be had here, if it cannot."""
 
@@ -37,11 +39,13 @@ KINDS: Mapping[str, Kind] = {
     "memory": Kind(("worker",), acts.no_more_memory),
     "pause": Kind(_MEMBER, acts.pause, is_outlived=True),
     "cut": Kind(_MEMBER, connections.cut_own, is_outlived=True, lacks=connections.lack),
+    "grow": Kind(("worker",), sizes.grow, is_outlived=True, asks_launcher=True),
+    "shrink": Kind(("worker",), sizes.shrink, is_outlived=True, asks_launcher=True),
     "full": Kind(("launcher",), acts.full_disk, is_outlived=True),
-    "part": Kind(("worker",), hosts.part, is_of_host=True, lacks=hosts.lack),
-    "flicker": Kind(("worker",), hosts.flicker, is_outlived=True, is_of_host=True, lacks=hosts.lack),
-    "slow": Kind(("worker",), hosts.slow, is_outlived=True, is_of_host=True, lacks=hosts.lack_of_tc),
-    "node": Kind(("worker",), hosts.kill_node, is_of_host=True),
+    "part": Kind(_MEMBER, hosts.part, is_of_host=True, lacks=hosts.lack),
+    "flicker": Kind(_MEMBER, hosts.flicker, is_outlived=True, is_of_host=True, lacks=hosts.lack),
+    "slow": Kind(_MEMBER, hosts.slow, is_outlived=True, is_of_host=True, lacks=hosts.lack_of_tc),
+    "node": Kind(_MEMBER, hosts.kill_node, is_of_host=True),
 }
 
 

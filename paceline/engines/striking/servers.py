@@ -7,8 +7,8 @@ from pathlib import Path
 
 from paceline.engines.striking.arming import VARIABLE, Places, arm
 from paceline.messages import Message
+from paceline.server.closing import Closed
 from paceline.server.replication import Replication
-from paceline.server.shard import Closed
 
 SERVERS = Places(
     often={

@@ -14,7 +14,7 @@ from paceline.engines.virtual.process import Process, Signal
 from paceline.engines.virtual.server import VirtualServer
 from paceline.errors import Aborted
 from paceline.layout import Layout
-from paceline.messages import Kind, Message
+from paceline.messages import ABOUT_ROWS, Kind, Message
 from paceline.server.actions import Send
 from paceline.server.client_core import ClientCore
 from paceline.server.conversation import Conversation
@@ -25,7 +25,7 @@ from paceline.server.spec import OptimizerSpec
 class VirtualCarrier(Carrier):
     """Messages only stand for their tensors: servers read and write the worker's memory, while it waits. A request
     takes the worker `request_s` besides what passes the network, of which an `effort` says how much needs a core that
-    others share."""
+    others share. Rows, and gradients of rows, are divided among servers, and put together again, at a rate."""
 
     carries_bytes = False
 
@@ -36,6 +36,7 @@ class VirtualCarrier(Carrier):
         *,
         process: Process,
         host: int,
+        row_bytes_per_s: float,
         request_s: float = 0.0,
         number: int = 0,
         effort: Effort | None = None,
@@ -43,8 +44,10 @@ class VirtualCarrier(Carrier):
         self.host, self.number = host, number
         self.beside = [server.host == host for server in servers]
         self._servers, self._network, self._process, self._request_s = servers, network, process, request_s
-        self._effort = effort
+        self._effort, self._row_bytes_per_s = effort, row_bytes_per_s
+        self._taken_bytes = 0  # of rows that have come, and are to be put together
         self._client: Conversation | None = None
+        self._store: Conversation | None = None  # which is not about rows
         self._ahead: Conversation | None = None
         self._all_here = Signal()
         self._abort_reason: str | None = None
@@ -58,7 +61,7 @@ class VirtualCarrier(Carrier):
     def attached(
         self, client: ClientCore, layout: Layout, spec: OptimizerSpec, said: Sequence[Mapping[str, Any]]
     ) -> None:
-        pass
+        self._store = client
 
     def carry(self, client: Conversation, sends: Iterable[Send]) -> float:
         if self._abort_reason is not None:
@@ -70,6 +73,8 @@ class VirtualCarrier(Carrier):
         elif client.is_done:
             return 0.0
         self._process.wait(self._all_here, lambda: f"{client.what}, of which server(s) {client.due} owe an answer")
+        taken_bytes, self._taken_bytes = self._taken_bytes, 0
+        self._process.compute(taken_bytes / self._row_bytes_per_s)
         return self._process.now_s - began_s
 
     def set_off(self, conversation: Conversation, sends: Iterable[Send]) -> None:
@@ -78,13 +83,17 @@ class VirtualCarrier(Carrier):
 
     def _send_off(self, sends: Sequence[Send]) -> None:
         core_s = sum(self._effort.of(is_beside=self.beside[index]) for index, _ in sends) if self._effort else 0.0
+        row_bytes = sum(message.tensor_bytes for _, message in sends if message.kind in ABOUT_ROWS)
+        self._process.compute(row_bytes / self._row_bytes_per_s)
         self._process.send_off(self._request_s, core_s=core_s)
         self._process.post(self._send, sends)
 
     def deliver(self, server: int, message: Message) -> None:
         heard_by = self._ahead if message.kind is Kind.READ_AHEAD else self._client
-        if heard_by is None:
+        if heard_by is None or self._process.is_dead:
             return  # what was read ahead comes when the worker has ended
+        if heard_by is not self._store:
+            self._taken_bytes += message.tensor_bytes
         self._send(heard_by.receive(server, message))
         if heard_by is self._client and self._client.is_done and self._all_here.fired_s is None:
             self._all_here.fire(self._process.timeline)

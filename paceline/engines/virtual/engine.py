@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import final
 
 from paceline.comm.rank_errors import ALIKE
+from paceline.elastic import LaneBook
+from paceline.elastic.lane_book import in_words
 from paceline.engines.blame import Statement, judge
 from paceline.engines.directory_reporter import DirectoryReporter
 from paceline.engines.scripting import Outcome, outcome_of, run_program
@@ -22,6 +24,7 @@ from paceline.engines.virtual.process import Process, Scheduler
 from paceline.engines.virtual.survival.fleet import Fleet
 from paceline.engines.virtual.survival.ledger import Ledger
 from paceline.engines.virtual.survival.lives import Lives
+from paceline.engines.virtual.survival.outliving import Outliving
 from paceline.engines.virtual.survival.roll import Roll
 from paceline.engines.virtual.worlds import Worlds
 from paceline.engines.world import World, enter_here
@@ -41,7 +44,7 @@ class LostHost:
     at_s: float
     """Virtual time since the run began."""
     down_s: float
-    """Until it can begin anew; infinite: never."""
+    """Time until the run can begin anew; infinite: never."""
 
 
 @final
@@ -75,7 +78,13 @@ class VirtualRun:
         self._processes: dict[int, Process] = {}  # by rank, as are worlds
         self._present: dict[int, World] = {}
         self._fleet = self._roll = None
+        self._book: LaneBook | None = None
         if job.config.elastic is not None:
+            traits, outliving = job.strategy.traits.when_elastic, None
+            if traits.has_lanes:
+                self._book = LaneBook(job.num_workers)
+            if self._book is not None and traits.outlives_workers:
+                outliving = Outliving(self._worlds.servers, self._book, event=self._reporter.event)
             self._roll = Roll(
                 job.config.elastic,
                 self._timeline,
@@ -85,6 +94,8 @@ class VirtualRun:
                 meet=lambda membership: self._worlds.meet(membership.ranks),
                 epoch_of=lambda rank: self._present[rank].epoch(),
                 event=self._reporter.event,
+                book=self._book,
+                outliving=outliving,
             )
             self._fleet = Fleet(
                 job.cluster,
@@ -113,6 +124,7 @@ class VirtualRun:
                     self._start()
                     self._simulate()
                     self._end()
+                self._tell_left_over()
                 self._tell_goodput()
                 self._reporter.event("interrupted" if self._reporter.stop_requested() else "ended")
             except (RunFailed, UsageError) as failure:
@@ -134,7 +146,7 @@ class VirtualRun:
             cluster,
             self._timeline,
             seed=derive(self._job.config.seed, "attempt", self.attempt) if self.attempt else self._job.config.seed,
-            on_notice=fleet.notice if fleet is not None else lambda host, notice_s: None,
+            on_notice=self._notice,
             on_gone=self._lose,
             on_back=fleet.come_back if fleet is not None else lambda host: None,
         )
@@ -158,10 +170,10 @@ class VirtualRun:
         failed = self._dead or any(outcome.error for outcome in self._outcomes.values())
         lockup = CallMismatch(f"at {now_s:g} s of virtual time nobody can go on: {waiting}; {ALIKE}")
         self._scheduler.abort(Aborted(_ENDING) if failed else lockup)
-        if self._dead or any(outcome.error and not outcome.is_consequence for outcome in self._outcomes.values()):
+        if self._dead or any(outcome.error for outcome in self._outcomes.values()):
             raise judge(
                 self._statements(),
-                is_training=self._reporter.progress.phase == "training",
+                is_training=self._is_training,
                 is_synchronous=self._job.strategy.traits.lock_step,
             )
         if stuck:
@@ -205,12 +217,23 @@ class VirtualRun:
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_training(self) -> bool:
+        """Whether all workers have come to their first step."""
+        return self._reporter.progress.phase == "training"
+
+    def _notice(self, host: int, notice_s: float) -> None:
+        """The host will be taken away. Before all train nobody can leave or join: its workers then die with it."""
+        if self._fleet is not None and self._is_training:
+            self._fleet.notice(host, notice_s)
+
     def _lose(self, host: int) -> None:
         """A host is gone, and its workers and servers are dead: the others go on, or the run ends."""
-        if self._fleet is not None and self._reporter.progress.phase == "training":
+        places = self._worlds.places
+        can_go_on = host not in places.servers
+        if self._fleet is not None and can_go_on and self._is_training:
             self._fleet.go(host)
             return
-        places = self._worlds.places
         names = [f"worker-{rank}" for rank, where in enumerate(places.workers) if where == host]
         names += [f"server-{index}" for index, where in enumerate(places.servers) if where == host]
         if not names:
@@ -239,6 +262,15 @@ class VirtualRun:
         self.ledger.waits(self._job.num_workers, again_s=again_s, down_s=down_s, price_per_hour=price_per_hour)
         self._reporter.event("restarted", host=host, checkpoint=iteration, again_s=again_s, down_s=down_s)
         self._say(f"{host} is lost; the run begins anew from iteration {iteration}, {down_s:g} s later")
+
+    def _tell_left_over(self) -> None:
+        """All have come to the end of their scripts: what nobody has done."""
+        if self._book is None:
+            return
+        left = self._book.left_over(world.epoch() for world in self._present.values())
+        if left:
+            self._reporter.event("left_over", "run", batches=[each._asdict() for each in left])
+            self._say(in_words(left))
 
     def _tell_goodput(self) -> None:
         if self._fleet is None and not self._job.cluster.can_fail:

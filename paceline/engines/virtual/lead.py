@@ -28,7 +28,7 @@ class Lead:
         self._steps.append((partial(self._thread.run, duration_s, self._go_on), True))
 
     def rest(self, duration_s: float) -> None:
-        """So much time passes, in which the core is not needed."""
+        """Let so much time pass, in which the core is not needed."""
         self._steps.append((lambda: self._timeline.at(self._timeline.now_s + duration_s, self._go_on), True))
 
     def act(self, action: Callable[..., object], *arguments: object) -> None:

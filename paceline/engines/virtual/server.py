@@ -12,7 +12,7 @@ from paceline.engines.scripting import outcome_of
 from paceline.engines.virtual.computing.cores import Effort
 from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.network.links import Network
-from paceline.messages import ALL_SHARDS, Kind, Message
+from paceline.messages import ABOUT_ROWS, ALL_SHARDS, Kind, Message
 from paceline.records import Reporter
 from paceline.server.actions import Action, Send, Updated
 from paceline.server.server_core import ServerCore
@@ -26,7 +26,7 @@ class Client(Protocol):
 
     host: int
     number: int
-    """Of the optimizer."""
+    """The optimizer's number."""
 
     def deliver(self, server: int, message: Message) -> None: ...
 
@@ -35,9 +35,9 @@ class Client(Protocol):
 class VirtualServer:
     """Takes messages on the timeline, when they have arrived.
 
-    Requests are worked on one after the other, `request_s` for each push of a shard, of which an `effort` says how much
-    needs a core that others share. An update takes the time of moving what it reads and writes through the host's
-    memory.
+    Requests are worked on one after the other, for `request_s` each: a push of a shard, or a request about rows. An
+    `effort` says how much of that needs a core that others share. An update takes the time of moving what it reads and
+    writes through the host's memory; rows, which lie scattered there, are picked out and put back at their own rate.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class VirtualServer:
         index: int,
         host: int,
         memory_bytes_per_s: float,
+        row_bytes_per_s: float,
         reporter: Reporter,
         request_s: float = 0.0,
         speed: float = 1.0,
@@ -58,15 +59,26 @@ class VirtualServer:
         self._cores = [self.core]  # one for each of the run's optimizers
         self._clients: dict[tuple[int, int], Client] = {}  # by the optimizer's number and the rank
         self._timeline, self._network, self._reporter = timeline, network, reporter
-        self._memory_bytes_per_s, self._request_s = memory_bytes_per_s, request_s
+        self._memory_bytes_per_s, self._row_bytes_per_s = memory_bytes_per_s, row_bytes_per_s
+        self._request_s = request_s
         self._speed, self._effort = speed, effort
         self._free_s = 0.0
+        self.pushed_s: dict[int, float] = {}
+        """By worker, when the first one of the run's optimizers had word of its last push."""
 
     def configure(self, spec: ServerSpec) -> None:
         """Build the shards for one optimizer; called once for each, in order."""
         if spec.number:
             self._cores.append(ServerCore(index=self.core.index, epoch=EPOCH))
         self._cores[spec.number].configure(spec)
+
+    def let_go(self, worker: int, counts: Message | None) -> None:
+        """As `ServerCore.let_go`, of the run's one optimizer."""
+        self._do(0, partial(self.core.let_go, worker, counts, self._timeline.now_s))
+
+    def let_in(self, worker: int, clock: int) -> None:
+        """As `ServerCore.let_in`."""
+        self._do(0, partial(self.core.let_in, worker, clock, self._timeline.now_s))
 
     def receive(self, client: Client, message: Message) -> None:
         """The worker's message has come; one that attaches says where its buffers are."""
@@ -76,33 +88,43 @@ class VirtualServer:
             about = core.attach(message, **message.body, is_beside=client.host == self.host)
             self._send(client, core.message(Kind.OK, body=about))
             return
-        num_shards = 0
+        num_requests = 1 if message.kind in ABOUT_ROWS else 0
         if message.kind is Kind.EXCHANGE:
-            num_shards = len(core.parts) if message.shard == ALL_SHARDS else 1
+            num_requests = len(core.parts) if message.shard == ALL_SHARDS else 1
         if self._effort is None:
-            self._take(client, message, num_shards * self._request_s)
+            self._take(client, message, num_requests * self._request_s)
         else:
-            core_s = num_shards * self._effort.of(is_beside=client.host == self.host)
-            left_s = max(0.0, num_shards * self._request_s - core_s)
+            core_s = num_requests * self._effort.of(is_beside=client.host == self.host)
+            left_s = max(0.0, num_requests * self._request_s - core_s)
             self._effort.thread.run(core_s, self._take, client, message, left_s)
 
     def _take(self, client: Client, message: Message, request_s: float) -> None:
         """The message is looked at, which takes `request_s` more."""
         number, core, now_s = client.number, self._cores[client.number], self._timeline.now_s
+        if message.kind in ABOUT_ROWS:
+            self._work(request_s + message.tensor_bytes / self._row_bytes_per_s)
         if message.kind is Kind.EXCHANGE:
-            self._free_s = max(now_s, self._free_s) + request_s
+            self.pushed_s[message.sender] = now_s
+            self._work(request_s)
             if client.host != self.host and message.tensor_bytes:
                 self._free_s += core.decode_s(message) / self._speed
-        self._do(number, partial(core.receive, message, now_s))
+        self._do(number, partial(core.receive, message, now_s), about_rows=message.kind in ABOUT_ROWS)
 
-    def _do(self, number: int, decide: Callable[[], Iterator[Action]]) -> None:
+    def _work(self, duration_s: float) -> None:
+        """Be at something for so long, after whatever this server is at."""
+        self._free_s = max(self._timeline.now_s, self._free_s) + duration_s
+
+    def _do(self, number: int, decide: Callable[[], Iterator[Action]], *, about_rows: bool = False) -> None:
         """What one of the cores decides, now; and again when it is to be woken."""
         core, now_s = self._cores[number], self._timeline.now_s
         for action in self._actions(decide):
             if isinstance(action, Send):
+                if about_rows:
+                    self._work(action.message.tensor_bytes / self._row_bytes_per_s)
                 self._send(self._clients[number, action.to], action.message)
             elif isinstance(action, Updated):
-                self._free_s = max(now_s, self._free_s) + _touched_bytes(action) / self._memory_bytes_per_s
+                row_s = action.row_bytes / self._row_bytes_per_s
+                self._work(_touched_bytes(action) / self._memory_bytes_per_s + row_s)
                 for record in action.records if core is self.core else ():
                     self._reporter.emit(record)
         wakes_at_s = core.wakes_at_s
@@ -119,7 +141,7 @@ class VirtualServer:
             raise judge([failed], is_training=True, is_synchronous=True) from error
 
     def _send(self, client: Client, message: Message) -> None:
-        """After what the server is at."""
+        """Send it when the server is through with what it is at."""
         send = partial(self._network.send, is_answer=True)
         num_bytes = float(message.num_bytes)
         self._timeline.at(
@@ -130,7 +152,7 @@ class VirtualServer:
 def _touched_bytes(updated: Updated) -> float:
     shard = updated.part.shard
     own_state_bytes = state_bytes(shard.optimizer, shard.parameters)
-    return update_bytes(updated.num_contributions, updated.part.tensor_bytes, own_state_bytes) + updated.row_bytes
+    return update_bytes(updated.num_contributions, updated.part.tensor_bytes, own_state_bytes)
 
 
 def update_bytes(num_gradients: int, parameter_bytes: float, state_bytes: float) -> float:

@@ -2,8 +2,9 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from typing import final
 
 from paceline.checkpoint import Checkpoint
@@ -12,7 +13,7 @@ from paceline.cluster.placement import place
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective, Store, Timing
 from paceline.comm.mailbox import Mailbox
-from paceline.comm.servers.group import ServerGroup
+from paceline.comm.servers.group import Joins, ServerGroup
 from paceline.engines.virtual.carrier import VirtualCarrier
 from paceline.engines.virtual.computing.cores import Core, Effort, Thread
 from paceline.engines.virtual.computing.durations import ComputeTimes, StepCost
@@ -56,19 +57,21 @@ class Worlds:
         self._device = device_of(job.config)
         self._hosts = cluster.each_host()
         self._cores: list[Core] = [Core(timeline) for _ in range(cluster.shared_cores or 0)]
-        """That hosts share."""
+        """The cores that hosts share."""
         links = Wiring(cluster, [self._thread(host) for host in range(len(self._hosts))] if self._cores else ())
         network = partial(Network, timeline, unevenness=cluster.communication.unevenness, seed=job.config.seed)
         self._messages = network(links.between_workers)
         self._timeline, self._operations = timeline, network(links)
         self.host_of = dict(enumerate(self.places.workers))
-        """Of each rank; those who join are added."""
+        """Each rank's host; those who join are added."""
         self._costs: dict[int, StepCost] = {}
         self._meeting = self.meet(tuple(self.host_of))
-        self._offices: list[PostOffice] = []
+        self._offices: dict[tuple[int, int], PostOffice] = {}
+        """By epoch of membership, and number."""
         hosts, leaders = self.places.ranks_by_host, [ranks[0] for ranks in self.places.ranks_by_host]
         self._groups: list[tuple[Sequence[int], Meeting]] = []
-        """For what the ranks of a host do before hosts meet, those of each host, and last the first ones of all."""
+        """Where ranks meet for what those of a host do before hosts meet: those of each host, and last the first ones
+        of all."""
         if 1 < len(hosts) < job.num_workers:
             for ranks in (*hosts, leaders):
                 host_of = [self.places.workers[rank] for rank in ranks]
@@ -83,6 +86,7 @@ class Worlds:
                 index=index,
                 host=host,
                 memory_bytes_per_s=self._hosts[host].memory_gbyte_per_s * 1e9,
+                row_bytes_per_s=self._hosts[host].row_bytes_per_s,
                 request_s=cluster.servers.request_us * _US,
                 reporter=reporter,
                 speed=self._hosts[host].speed,
@@ -125,15 +129,15 @@ class Worlds:
             local_size=len(local_ranks),
             device=self._device,
             collective=collective,
-            store=store_of(0) if self.servers else None,
+            store=store_of() if self.servers else None,
             store_beside=store_of if self.servers else None,
-            connect_mailbox=partial(self._mailbox, rank, process, count()) if job.num_workers > 1 else None,
+            connect_mailbox=partial(self._mailbox, rank, process, lambda: self._meeting, count()),
             pacing=self._pace(rank, process, num_sharing=len(local_ranks), before_step=before_step),
         )
         return self._world(context)
 
     def _changing(self, rank: int, process: Process, *, before_step: Callable[[], None], roll: Roll) -> World:
-        """Of a worker whom others may lose, and who may join them."""
+        """The world of a worker that the others may lose, and that others may join."""
         joins = rank >= self._job.num_workers
         ranks = (rank,) if joins else tuple(range(self._job.num_workers))
         beside = [other for other in ranks if self.host_of[other] == self.host_of[rank]]
@@ -156,7 +160,10 @@ class Worlds:
             local_size=len(beside),
             device=self._device,
             collective=collective,
+            store=self._store(rank, process, collective, joins=joins) if self.servers else None,
+            connect_mailbox=partial(self._mailbox, rank, process, lambda: roll.meeting, repeat(0)),
             reform=reform,
+            lane_keeper=reform,
             num_at_start=self._job.num_at_start or self._job.num_workers,
             pacing=self._pace(rank, process, num_sharing=len(beside), before_step=before_step),
         )
@@ -243,27 +250,48 @@ class Worlds:
             collective.divide(own[0], own[1] if len(own) > 1 else None)
         return collective
 
-    def _mailbox(self, rank: int, process: Process, numbers: Iterator[int]) -> Mailbox:
-        """The worker's next one, which exchanges messages with the others' of the same number."""
-        number = next(numbers)
-        if number == len(self._offices):
+    def _mailbox(
+        self,
+        rank: int,
+        process: Process,
+        meeting: Callable[[], Meeting],
+        numbers: Iterator[int],
+        collective: Collective,
+        membership: Membership,
+    ) -> Mailbox:
+        """The worker's next one, which exchanges messages with the others' of the same number. `meeting`: where those
+        of this membership meet."""
+        which = membership.epoch, next(numbers)
+        if which not in self._offices:
             message_s, core_s = self._message_s
-            self._offices.append(
-                PostOffice(self._messages, self.places.workers, message_s=message_s, message_core_s=core_s)
+            hosts = [self.host_of[other] for other in membership.ranks]
+            self._offices[which] = PostOffice(
+                self._messages, meeting(), hosts, message_s=message_s, message_core_s=core_s
             )
-        return VirtualMailbox(self._offices[number], process, rank=rank)
+        return VirtualMailbox(self._offices[which], process, rank=membership.ranks.index(rank))
 
-    def _store(self, rank: int, process: Process, collective: Collective, number: int) -> Store:
+    def _store(
+        self, rank: int, process: Process, collective: Collective, number: int = 0, *, joins: bool = False
+    ) -> Store:
+        host = self.host_of[rank]
         carrier = VirtualCarrier(
             self.servers,
             self._server_network,
             process=process,
-            host=self.places.workers[rank],
+            host=host,
+            row_bytes_per_s=self._hosts[host].row_bytes_per_s,
             request_s=self._job.cluster.communication.request_us * _US,
             number=number,
-            effort=self._effort(self.places.workers[rank]),
+            effort=self._effort(host),
         )
-        return ServerGroup(carrier, collective=collective, configure=partial(self._configure, number), epoch=EPOCH)
+        in_pieces = len({*self.places.workers, *self.places.servers}) > 1
+        return ServerGroup(
+            carrier,
+            collective=collective,
+            configure=partial(self._configure, number),
+            epoch=EPOCH,
+            joins=Joins(rank, in_pieces) if joins else None,
+        )
 
     def _configure(self, number: int, layout: Layout, optimizer: OptimizerSpec, ranges: Sequence[KeyRange]) -> None:
         """Have every server build its shards for the optimizer of this number."""
@@ -272,7 +300,7 @@ class Worlds:
             spec = self._job.strategy.server_spec(
                 layout, pieces, optimizer, members=members, max_updates=max_updates, number=number
             )
-            server.configure(spec)
+            server.configure(replace(spec, outlives_workers=self._job.config.elastic is not None))
 
 
 def require_no_copies(traits: Traits) -> None:

@@ -1,8 +1,8 @@
 """Who takes part in an elastic job. Pure: events in, commands out; whoever calls has the clock and the processes.
 
 A worker that `hvd.init()` or a reset has brought here waits for its place. Once all that take part wait, those whose
-hosts still have room for them form the next membership; who is new starts beside them, and they hear of it when it
-waits. A worker that fails puts its host out, with all workers there, as Horovod has it.
+hosts still have room for them form the next membership. New workers start beside them, and they hear of it when these
+wait. A worker that fails puts its host out, with all workers there, as Horovod has it.
 """
 
 from collections import Counter
@@ -24,10 +24,10 @@ class Policy:
     num_proc: int
     """Slots that are waited for at the start."""
     min_num_proc: int
-    """With fewer nobody goes on."""
+    """How many workers are needed to go on."""
     max_num_proc: int | None = None
     elastic_timeout_s: float = 600.0
-    """For how long room for the fewest is waited for."""
+    """How long to wait for room for the fewest."""
     come_within_s: float = 600.0
     """How long a worker may take to come to those that wait for it. Some notice a failure only once their own wait's
     deadline has passed, so that this has to be longer."""
@@ -57,7 +57,7 @@ class Stop(NamedTuple):
 
 class Enter(NamedTuple):
     membership: Membership
-    """Of workers' numbers, which say who is older."""
+    """Members are the workers' numbers, which say who is older."""
     workers: tuple[int, ...]
     """The same by rank, host by host."""
     hosts: tuple[str, ...]

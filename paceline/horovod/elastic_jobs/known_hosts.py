@@ -13,7 +13,7 @@ _COOLDOWN_LIMITS_S = (1.0, 3600.0)
 @final
 @dataclass(frozen=True)
 class Cooldown:
-    """For how long a host gets no workers after one of its has failed: the second time twice as long, and so on.
+    """How long a host gets no workers after one of its has failed: the second time twice as long, and so on.
 
     Raises UsageError for a range that is empty, or reaches outside of a second and an hour.
     """

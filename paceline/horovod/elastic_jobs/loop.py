@@ -50,7 +50,7 @@ class Loop:
         self._about: dict[int, dict[str, Any]] = {}  # what waiting workers say of themselves
         self._epoch = 0
         self.ranks: dict[int, int] = {}
-        """Of the last membership's workers, in their order."""
+        """The ranks of the last membership's workers, in their order."""
 
     def run(self) -> None:
         """Return once a worker has done its work, and the others have ended or wait for the next membership.

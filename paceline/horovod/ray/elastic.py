@@ -37,7 +37,7 @@ class ElasticSettings:
     cooldown_range: tuple[float, float] | None = None
     elastic_timeout: float = 600
     timeout_s: float = 30
-    """For workers to meet."""
+    """Time for workers to meet."""
     discovery: HostDiscovery | None = None
 
 

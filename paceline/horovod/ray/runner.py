@@ -26,11 +26,11 @@ class MiniSettings:
     """How long things may take, in seconds."""
 
     timeout_s: float = 300
-    """For workers to meet in `hvd.init()`."""
+    """Time for workers to meet in `hvd.init()`."""
     placement_group_timeout_s: float = 100
-    """For room on the cluster."""
+    """Time until there is room on the cluster."""
     discovery: HostDiscovery | None = None
-    """Of an elastic job's hosts."""
+    """Finds an elastic job's hosts."""
 
 
 class Coordinator:

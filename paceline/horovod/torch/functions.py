@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.base import decode_object, encode_object
+from paceline.comm.objects import decode_object, encode_object
 from paceline.errors import UsageError
 from paceline.horovod import runtime as basics
 from paceline.horovod.process_sets import ProcessSet, global_process_set

@@ -33,7 +33,7 @@ _DTYPES = {
 Handle = int
 _MOST_TENSORS = 2**16
 _About = tuple[str, float, float, int]
-"""Of a request: the reduction, its two factors, and the root."""
+"""About a request: the reduction, its two factors, and the root."""
 _NOTHING: _About = ("", 1.0, 1.0, 0)
 
 
@@ -236,7 +236,7 @@ def request_of(
     name: str,
     is_lasting: bool = True,
 ) -> Request:
-    """Of tensors with names of their own. Raises ValueError for those that cannot travel.
+    """The request for tensors that have names of their own. Raises ValueError for those that cannot travel.
 
     Args:
         about: the reduction, its two factors, and the root.

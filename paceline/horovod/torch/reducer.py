@@ -23,7 +23,7 @@ Parameter = torch.nn.Parameter
 _BUCKET_BYTES = 2**18
 """Gradients of so many bytes are worth asking for while backward goes on: one alone, or smaller ones together."""
 _SMALL_BYTES = 2**14
-"""Of a gradient that is copied sooner than Python names it."""
+"""A gradient of so few bytes is copied sooner than Python names it."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)

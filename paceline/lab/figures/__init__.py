@@ -162,7 +162,7 @@ def _draw(kind: _Kind, subjects: Sequence[Subject]) -> list[list[Chart | None]]:
 
 
 def _in_words(error: Exception) -> str:
-    """With the place in the code, since whoever sees it on the page has no traceback."""
+    """The error with its place in the code, since whoever sees it on the page has no traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     place = [frame for frame in frames if Path(frame.filename).is_relative_to(Path(__file__).parent)][-1]
     return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"

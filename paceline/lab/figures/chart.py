@@ -190,7 +190,7 @@ def pattern(shape: str) -> dict[str, Any]:
 def whiskers(
     rows: pd.DataFrame, quantity: str, colour: str, *, thickness: float = 1.2, width: int = 3
 ) -> dict[str, Any]:
-    """From the lowest to the highest seed."""
+    """Error bars from the lowest to the highest seed."""
     return {
         "type": "data",
         "symmetric": False,

@@ -94,7 +94,7 @@ def traffic(subject: Subject) -> list[Chart]:
 
 
 def _against(subject: Subject, axes: Sequence[tuple[str, str, str]]) -> list[Chart]:
-    """For each column, its heading and its title, a chart with a line a strategy."""
+    """A chart for each column, its heading and its title, with a line a strategy."""
     count = _common_count(subject)
     if count is None or subject.metric is None:
         return []

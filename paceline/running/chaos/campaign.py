@@ -146,9 +146,8 @@ class Campaign:
             raise RunFailed("no run came to where the schedule strikes; give one of this script and these settings")
 
     def _drawn(self, chance: Random, calls: drawing.Calls, far: Sequence[Sequence[str]], left: int) -> Scene:
-        workers = next((role for role in self._roles if role.who == "worker"), None)
-        if far and workers is not None and chance.random() < _OF_HOST:
-            scene = drawing.of_host(chance, calls, workers.places, far, most=min(left, workers.most))
+        if far and self._is_elastic and chance.random() < _OF_HOST:
+            scene = drawing.of_host(chance, calls, self._roles, far, left=left)
             if scene is not None:
                 return scene
         if chance.random() < _OF_LAUNCHER:
@@ -173,7 +172,7 @@ class Campaign:
             distance = judging.distance(folder, whole)
             wrong = judging.launcher(folder, met) if by_launcher else self._lost(folder, whole, met)
             # While no worker dies, an elastic run is as another one.
-            workers_die = any(strike.is_deadly and strike.who.startswith("worker") for strike in met)
+            workers_die = any(who.startswith("worker") for who in judging.dying(folder, met))
             wrong += judging.apart(distance, self._traits if workers_die else self.strategy.traits)
         return Struck(folder, met, distance, (*wrong, *judging.left(folder, before)))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from paceline.engines.striking import KINDS, Places, Strike, kinds_of
+from paceline.engines.striking import KINDS, Strike, kinds_of
 from paceline.engines.striking.kinds import Who
 from paceline.running.chaos import launcher
 from paceline.running.chaos.roles import Role
@@ -70,15 +70,21 @@ def of_launcher(chance: Random) -> Scene:
     return Scene((Strike("launcher", chance.choice(list(launcher.PLACES)), number, "kill"),))
 
 
-def of_host(chance: Random, calls: Calls, places: Places, hosts: Sequence[Sequence[str]], *, most: int) -> Scene | None:
-    """One of these hosts, given by their workers, is struck with all that is on it; of more than so many workers, by
-    what they outlive. None where nothing can be done here."""
+def of_host(
+    chance: Random, calls: Calls, roles: Sequence[Role], hosts: Sequence[Sequence[str]], *, left: int
+) -> Scene | None:
+    """One of these hosts, given by who of the run is there, is struck with all that is on it, while one of them does
+    what its role does; of more than may die, by what they outlive. None where nothing can be done here."""
     host = chance.choice(hosts)
+    places = {name: role.places.often for role in roles for name in host if name.startswith(role.who)}
+    by_role = [(role.most, sum(name.startswith(role.who) for name in host)) for role in roles]
+    may_die = len(places) == len(host) <= left and all(number <= most for most, number in by_role)
     names = [name for name, kind in KINDS.items() if kind.is_of_host and not kind.lacks()]
-    fitting = [name for name in names if KINDS[name].is_outlived or len(host) <= most]
-    if not fitting:
+    fitting = [name for name in names if KINDS[name].is_outlived or may_die]
+    if not fitting or not places:
         return None
-    return Scene((_often(chance, calls, chance.choice(host), places.often, chance.choice(fitting)),))
+    who = chance.choice(list(places))
+    return Scene((_often(chance, calls, who, places[who], chance.choice(fitting)),))
 
 
 def _named(calls: Calls, who: Who) -> list[str]:

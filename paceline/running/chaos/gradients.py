@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from paceline.engines.striking import Strike
 from paceline.records import EventRecord, UpdateRecord, read_records
+from paceline.running.chaos import judging
 from paceline.running.result import Result
 from paceline.strategies.traits import Unit
 
@@ -94,9 +95,9 @@ def _otherwise(copies: _Copies, wanted: Mapping[_Copy, set[Gradient]]) -> list[s
 def _copies(folder: Path, strikes: Sequence[Strike]) -> _Copies:
     """Which gradients each server that is left has counted. Servers with copies write that down themselves. Servers
     without copies write nothing, and none of them may die: the run's records say it."""
-    dead = {strike.who for strike in strikes if strike.is_deadly}
+    dead = judging.dying(folder, strikes)
     found: dict[_Copy, Counter[Gradient]] = defaultdict(Counter)
-    told = list((folder / "counted").iterdir())
+    told = [path for path in (folder / "counted").iterdir() if path.stat().st_size]
     for path in (each for each in told if each.name not in dead):
         for line in path.read_text().splitlines():
             key_range, shard, worker, clock = map(int, line.split())

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from paceline.engines import striking
+from paceline.engines.ray.newcomers import CAME_TOO_LATE
 from paceline.engines.striking import Strike
 from paceline.records import EventRecord, read_records
 from paceline.strategies.traits import Traits
 from paceline.training.pauses import MODEL_FILE
+from paceline.training.row_tables import ROWS_FILE
 from paceline.training.snapshot import read_model_file
 
 _ROUNDING = 1e-3
@@ -32,22 +34,28 @@ def calls(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def losses(folder: Path, strikes: Sequence[Strike]) -> list[str]:
-    """Whoever was struck and nobody else is to have been lost, or given up as it joined, where the run ended first."""
+    """Whoever was struck and nobody else is to have been lost, unless it had left, or came too late to join."""
     events = read_records(folder / "out", EventRecord)
-    lost = {event.who for event in events if event.name in _LOSSES}
-    given_up = {event.who for event in events if event.name == "given_up"}
-    struck = {who for strike in strikes if strike.is_deadly for who in _struck_with(folder, strike)}
+    too_late = {event.who for event in events if event.name == "not_joined" and event.details["why"] == CAME_TOO_LATE}
+    lost = {event.who for event in events if event.name in _LOSSES} - too_late
+    gone = {event.who for event in events if event.name in ("given_up", "left")} | too_late
+    struck = dying(folder, strikes)
     told = [f"{who} was lost, and not struck" for who in sorted(lost - struck)]
-    return told + [f"{who} was struck, and its loss not noticed" for who in sorted(struck - lost - given_up)]
+    return told + [f"{who} was struck, and its loss not noticed" for who in sorted(struck - lost - gone)]
 
 
 def on_other_hosts(folder: Path) -> list[list[str]]:
-    """The workers of each host whose links are not the launcher's."""
+    """Workers and servers of each host whose links are not the launcher's."""
     hosts: dict[str | None, list[str]] = defaultdict(list)
     for name in sorted(each.name for each in (folder / "networks").iterdir()):
         if not striking.is_of_launchers_host(folder, name):
             hosts[striking.network_of(folder, name)].append(name)
     return list(hosts.values())
+
+
+def dying(folder: Path, strikes: Sequence[Strike]) -> set[str]:
+    """Who does not outlive these."""
+    return {who for strike in strikes if strike.is_deadly for who in _struck_with(folder, strike)}
 
 
 def _struck_with(folder: Path, strike: Strike) -> set[str]:
@@ -76,12 +84,19 @@ def bound(traits: Traits) -> float:
 
 
 def distance(folder: Path, whole: Path) -> float:
-    """Of the final models, as a share of the undisturbed one's norm."""
-    own, other = (read_model_file(each / "out" / MODEL_FILE) for each in (folder, whole))
+    """Of the final models, rows of tables among them, as a share of the undisturbed one's norm."""
+    own, other = (_model(each / "out") for each in (folder, whole))
+    if any(own[name].shape != other[name].shape for name in other):  # tables have the rows that were trained on
+        return float("inf")
     pairs = [(own[name].double(), other[name].double()) for name in other if other[name].is_floating_point()]
     apart = sum(float((a - b).square().sum()) for a, b in pairs)
     norm = sum(float(b.square().sum()) for _, b in pairs)
     return float((torch.tensor(apart) / torch.tensor(norm)).sqrt()) if norm else apart
+
+
+def _model(out: Path) -> dict[str, torch.Tensor]:
+    rows = read_model_file(out / ROWS_FILE) if (out / ROWS_FILE).exists() else {}
+    return {**read_model_file(out / MODEL_FILE), **rows}
 
 
 def apart(distance: float, traits: Traits) -> list[str]:
@@ -137,16 +152,19 @@ def _processes(folder: Path) -> list[int]:
 
 
 def _committed(folder: Path) -> tuple[dict[int, Any], list[str]]:
-    """What each step was made of, and where workers differ in it."""
+    """What each step was made of, and where workers differ in it, or in what all are to have alike."""
     steps: dict[int, Any] = {}
+    models: dict[int, str] = {}
     wrong = []
     for path in sorted((folder / "committed").iterdir()):
         for line in path.read_text().splitlines(keepends=True):
             if not line.endswith("\n"):  # it died as it wrote; others have it, too
                 continue
-            number, parts = json.loads(line)
+            number, parts, model = json.loads(line)
             if steps.setdefault(number, parts) != parts:
-                wrong.append(f"{path.name} has other samples among the first {number}")
+                wrong.append(f"{path.name} has other samples in step {number}")
+            if models.setdefault(number, model) != model:
+                wrong.append(f"{path.name} has another model at step {number}")
     return steps, wrong
 
 

@@ -20,6 +20,7 @@ from paceline.engines.world import current
 from paceline.server.client_core import ClientCore
 from paceline.server.spec import Push
 from paceline.strategies.base import StepOutcome
+from paceline.strategies.digests import digest
 from paceline.strategies.exchange import Exchange
 from paceline.strategies.gossip.links import Links
 from paceline.strategies.outer_model import OuterModel
@@ -92,20 +93,30 @@ class StruckProgram:
 
 
 def _write_commits(who: str, num_commits: list[int]) -> None:
-    """Which samples each committed step was made of, all workers' together, and how many these are so far."""
+    """Which samples each committed step was made of, all workers' together, and what all have alike with it."""
     path = Path(os.environ[striking.VARIABLE], "committed", who)
     commit = Survivor.commit
 
     @functools.wraps(commit)
-    def written(survivor: Survivor) -> bool:
+    def written(survivor: Survivor, **asks: Any) -> bool:
         samples = [sample for dealt in survivor.under_way for part in dealt.parts for sample in part]
-        is_complete = commit(survivor)
+        is_complete = commit(survivor, **asks)
         num_commits[0] += 1
         with path.open("a") as file:
-            print(json.dumps([survivor.samples, samples], default=str), file=file)
+            print(json.dumps([survivor.all_done.now[0], samples, _alike(survivor)], default=str), file=file)
         return is_complete
 
     _replace(Survivor, "commit", written)
+
+
+def _alike(survivor: Survivor) -> str:
+    """A digest of the parameters that are to be the same on all workers: in lock-step those before the update, which
+    is applied after its commit, and in rounds the shared ones. Of neighbours each has its own."""
+    synchronizer = survivor._run.prepared.synchronizer
+    outer = getattr(synchronizer, "_outer", None)
+    if isinstance(outer, OuterModel):
+        return digest(outer._parameters)
+    return digest(synchronizer.replica.parameters if survivor._is_stepwise else ())
 
 
 def _write_pushes(who: str, num_steps: list[int]) -> None:

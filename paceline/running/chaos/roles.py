@@ -29,7 +29,7 @@ class Role:
 def roles_of(traits: Traits, *, is_elastic: bool, workers: int, at_least: int) -> tuple[Role, ...]:
     """Args: as `Campaign` has them; `is_elastic`: its runs are."""
     roles: list[Role] = []
-    if is_elastic and (traits.repeats_steps or traits.outlives_workers):
+    if is_elastic and (traits.repeats_steps or traits.outlives_workers):  # of others it does not know their places
         places = UNDER_SERVERS if traits.outlives_workers else AMONG_WORKERS
         roles.append(Role("worker", places, workers - at_least))
     if traits.num_replicas:

@@ -72,7 +72,7 @@ class Runs:
             return None
         return Elastic(
             at_least=self.at_least,
-            at_most=self.workers + scene.replacements,
+            at_most=self.workers + scene.replacements + scene.num_grown,
             global_batch="keep" if self.strategy.traits.when_elastic.lock_step else "grow",
             deadline_s=SILENT_S,
             replacements=scene.replacements,
@@ -103,6 +103,8 @@ class Runs:
         for each in _FOLDERS:
             (folder / each).mkdir(parents=True)
         (folder / "networks" / "launcher").write_text(str(hosts.network()))
+        least = self.workers if self.at_least is None else self.at_least
+        striking.Sizes(self.workers + scene.num_grown, least + scene.num_workers_dying).write(folder)
         (folder / "strikes.json").write_text(json.dumps([asdict(strike) for strike in scene.strikes]))
         return folder
 

@@ -29,6 +29,15 @@ class Scene:
     strikes: tuple[Strike, ...]
     replacements: int = 0
 
+    @property
+    def num_grown(self) -> int:
+        """By so many workers the run is larger than at first, where it is asked to grow."""
+        return sum(strike.kind == "grow" for strike in self.strikes)
+
+    @property
+    def num_workers_dying(self) -> int:
+        return sum(strike.is_deadly and strike.who.startswith("worker") for strike in self.strikes)
+
 
 @final
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """BSP: all workers make an update together."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import final
 
 from paceline.membership import Membership
@@ -12,13 +12,13 @@ from paceline.server.admission.rule import AdmissionRule, ProtocolError
 class BulkSynchronous(AdmissionRule):
     """BSP: one update a clock, the mean of all workers' gradients (Valiant 1990; Li et al., OSDI 2014, section 3.5).
 
-    With `backup_workers` b, the first n - b gradients of a clock count and later ones are dropped
-    (Chen et al., "Revisiting Distributed Synchronous SGD", 2016, section 3.1). The first worker to leave then ends the
-    run for all: it has stepped as often as every worker would without backup workers, each time for another clock, and
-    what slower ones have left are the batches that others made up for.
+    With `backup_workers` b, the first n - b gradients of a clock count and later ones are dropped (Chen et al.,
+    "Revisiting Distributed Synchronous SGD", 2016, section 3.1). The first worker to leave then ends the run for all.
+    It has stepped as often as every worker would without backup workers, each time for another clock. Others made up
+    for the batches that slower workers have left.
 
-    So it is at a place where all workers meet: the first to come there ends updates until all have come. What slower
-    ones compute on their way there is dropped, and lets them go on at once.
+    The same holds at a place where all workers meet: the first to come there ends updates until all have come. What
+    slower ones compute on their way there is dropped, and lets them go on at once.
     """
 
     def __init__(self, members: Membership, *, backup_workers: int = 0) -> None:
@@ -37,6 +37,14 @@ class BulkSynchronous(AdmissionRule):
     def resume(self, clocks: Mapping[int, int]) -> None:
         self._clock = max(clocks.values())
         self._open()
+
+    @property
+    def begins(self) -> Mapping[int, int]:
+        return self._begins
+
+    def admit(self, active: Iterable[int], begins: Mapping[int, int]) -> None:
+        super().admit(active, begins)
+        self._begins = dict(begins)
 
     def for_another_shard(self) -> AdmissionRule:
         return Following(self.members) if self._backup_workers else BulkSynchronous(self.members)

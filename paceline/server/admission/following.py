@@ -11,9 +11,9 @@ from paceline.server.admission.rule import AdmissionRule, ProtocolError
 class Following(AdmissionRule):
     """The rule of every shard but the one that decides whose contributions count: workers say here what it decided.
 
-    A worker pushes to all shards; once the deciding one has let it go on at some clock, it tells the others (`follow`),
-    which let it go on when they have come to that clock too. So a gradient that counts was computed from parameters
-    that are everywhere those of its clock. Any one contributor's word is enough to decide a clock here.
+    A worker pushes to all shards. Once the deciding one has let it go on at some clock, the worker tells the others
+    (`follow`), which let it go on when they have come to that clock, too. So a gradient that counts was computed from
+    parameters that are everywhere those of its clock. Any one contributor's word is enough to decide a clock here.
 
     Args:
         takes_late: a contribution that came too late for its clock counts in a later one, rather than not at all.

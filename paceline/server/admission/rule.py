@@ -1,7 +1,7 @@
 """What every admission rule answers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, final
 
 from paceline.errors import PacelineError
@@ -53,6 +53,15 @@ class AdmissionRule(ABC):
     def resume(self, clocks: Mapping[int, int]) -> None:
         """Others have gone on for a rule that holds nothing: where each worker is now."""
         raise NotImplementedError(type(self).__name__)
+
+    @property
+    def begins(self) -> Mapping[int, int]:
+        """Of workers that have joined for a clock to come, that clock."""
+        return {}
+
+    def admit(self, active: Iterable[int], begins: Mapping[int, int]) -> None:
+        """These take part, as a rule has said that holds nothing; `resume` follows."""
+        self.active = set(active)
 
     @abstractmethod
     def for_another_shard(self) -> "AdmissionRule":
@@ -118,7 +127,7 @@ class AdmissionRule(ABC):
         raise NotImplementedError(type(self).__name__)
 
     def begin_with(self, worker: int, clock: int) -> tuple[int, ...]:
-        """The worker, which has joined and pushed nothing yet, is to push for this clock first: the latest at which a
+        """The worker has joined and pushed nothing yet. It is to push for this clock first: the latest at which a
         shard, on whatever server, had it join. Returns the senders whose held contributions now form an update, which
         no longer waits for this worker, if any do."""
         raise NotImplementedError(type(self).__name__)

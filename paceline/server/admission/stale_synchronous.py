@@ -62,7 +62,7 @@ class StaleSynchronous(AdmissionRule):
         return self._slowest
 
     def join(self, worker: int) -> None:
-        """Beside the slowest: it has missed what these have done."""
+        """The worker begins beside the slowest: it has missed what these have done."""
         self.add(worker)
         self._clocks[worker] = self._slowest
         self._num_at[self._slowest] += 1

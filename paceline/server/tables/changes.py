@@ -41,9 +41,9 @@ class Given(NamedTuple):
 
 class Replaced(NamedTuple):
     places: Tensor
-    """Among what was given, int32 of shape (rows,)."""
+    """Where rows differ from what was given: places among these, int32 of shape (rows,)."""
     rows: Tensor
-    """There, as they are now, shape (rows, dim)."""
+    """The rows at these places, as they are now, shape (rows, dim)."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from paceline.server.tables.hashing import each_owns, mixed
 from paceline.server.tables.spec import RowGradients, TableSpec
 
 Given = tuple[dict[str, Any], list[Tensor]]
-"""To a server, of all tables: plain data, and tensors."""
+"""What a server is given about all tables: plain data, and tensors."""
 
 
 @final
@@ -37,16 +37,16 @@ class TableClient:
         self.what = ""
         """The present conversation is about, in words."""
         self.moved_bytes = 0
-        """Of its messages so far."""
+        """Bytes of its messages so far."""
         self._specs = tuple(specs)
         self._rank, self._epoch, self._num_servers = rank, epoch, num_servers
         self._answers: dict[int, Message | None] = {}
-        """Of each server that was asked: what it has said."""
+        """By server that was asked: what it has said."""
         self._asked: dict[int, Message] = {}
-        """Of each of these, what it was asked, until all is done."""
+        """By each of these servers: what it was asked, until all is done."""
         self._error: WireError | None = None
         self._read: dict[int, list[Tensor]] = {}
-        """Of each table whose rows were asked for last: which of them each server has."""
+        """By table whose rows were asked for last: which of them each server has."""
         self._is_ahead: Mapping[int, Tensor] = {}
         """By table, which keys were read ahead: a mask."""
         self._ahead: Mapping[int, Tensor] = {}
@@ -209,7 +209,7 @@ class TableClient:
             raise self._error
 
     def rows(self) -> dict[int, Tensor]:
-        """Of each table those that were asked for, in the order of the keys, shape (keys, dim)."""
+        """By table: the rows that were asked for, in the order of the keys, shape (keys, dim)."""
         found = {table: self._specs[table].empty_rows(sum(map(len, places))) for table, places in self._read.items()}
         for table, came in self._ahead.items():
             found[table][self._is_ahead[table]] = came
@@ -233,7 +233,7 @@ class TableClient:
         return found
 
     def changes(self) -> dict[int, Changes]:
-        """Of each table that was asked for. Raises WireError if a server tells of other tables."""
+        """By table that was asked for: what has changed. Raises WireError if a server tells of other tables."""
         found: dict[int, list[Changes]] = {table: [] for table in self._followed}
         for answer in self._answers.values():
             if answer is not None:
@@ -251,7 +251,7 @@ class TableClient:
         return {table: Changes(*map(torch.cat, zip(*own, strict=True))) for table, own in found.items()}
 
     def complete(self, table: int) -> Tensor:
-        """Of each row of this table that was asked for, the clock before which it has all updates."""
+        """For each row of this table that was asked for, the clock before which it has all updates."""
         places = self._read[table]
         clocks = torch.empty(sum(map(len, places)), dtype=torch.int64)
         for server, answer in self._answers.items():
@@ -264,7 +264,7 @@ class TableClient:
         return [answer.body for _, answer in sorted(self._answers.items()) if answer is not None]
 
     def counts(self, table: int) -> dict[str, int]:
-        """Of all servers, as `Table.counts` gives them."""
+        """The counts of all servers together, as `Table.counts` gives them."""
         total: Counter[str] = Counter()
         for shown in self.shown():
             total.update(shown["tables"][table]["counts"])
@@ -279,7 +279,7 @@ class TableClient:
         return [RowFile.of_plain(file) for body in bodies for file in body["files"]]
 
     def state(self) -> dict[str, Tensor]:
-        """Of the table that was asked for, as `Table.state` gives it."""
+        """The state of the table that was asked for, as `Table.state` gives it."""
         parts = []
         for answer in self._answers.values():
             if answer is not None:
@@ -290,7 +290,7 @@ class TableClient:
     # ------------------------------------------------------------------------------------------------------------
 
     def _places(self, keys: Tensor) -> list[Tensor]:
-        """Of each server, where among these keys its own are, in their order."""
+        """For each server, where among these keys its own are, in their order."""
         return each_owns(mixed(keys), self._num_servers)
 
     def _ask(

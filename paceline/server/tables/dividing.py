@@ -9,11 +9,11 @@ from paceline.server.tables.entries import KEYS
 from paceline.server.tables.hashing import owners
 
 WAITING = "waiting_"
-"""Before the names of what is known of keys that have no rows."""
+"""The beginning of the names of what is known of keys that have no rows."""
 
 
 def divided(state: Mapping[str, Tensor], num_servers: int) -> list[dict[str, Tensor]]:
-    """Of what `Table.state` gives, each server's part."""
+    """Each server's part of what `Table.state` gives."""
     return [part_of(state, server=server, num_servers=num_servers) for server in range(num_servers)]
 
 
@@ -36,5 +36,5 @@ def _all_keys(state: Mapping[str, Tensor]) -> set[str]:
 
 
 def _keys_of(name: str) -> str:
-    """Whose entries these are."""
+    """The name of the keys that these entries belong to."""
     return WAITING + KEYS if name.startswith(WAITING) else KEYS

@@ -41,7 +41,7 @@ class Entries:
 
     @property
     def entry_bytes(self) -> int:
-        """Of one key, without the index."""
+        """How much memory one key takes, without the index."""
         return KEY_BYTES + sum(num * dtype.itemsize for num, dtype in self.widths.values())
 
     def plain_view(self) -> dict[str, Any]:
@@ -58,12 +58,13 @@ class Entries:
         return self._columns[name].values[: len(self)]
 
     def memory(self, name: str) -> Tensor:
-        """Of the column, also what no slot has yet."""
+        """The column's whole memory, also what no slot has yet."""
         return self._columns[name].values
 
-    def at(self, slots: Tensor) -> dict[str, Tensor]:
-        """Copies of these entries, by column."""
-        return stepping.copies({name: column.values for name, column in self._columns.items()}, slots)
+    def at(self, slots: Tensor, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Copies of these entries, by column; of all columns if none are named."""
+        columns = self._columns if names is None else {name: self._columns[name] for name in names}
+        return stepping.copies({name: column.values for name, column in columns.items()}, slots)
 
     def put(self, slots: Tensor, entries: Mapping[str, Tensor]) -> None:
         with self._storage.changing():
@@ -102,7 +103,7 @@ class Entries:
 
     @property
     def keys(self) -> Tensor:
-        """In the order of their slots; no copy."""
+        """The keys, in the order of their slots; no copy."""
         return self._keys.values[: len(self), 0]
 
     def in_order(self) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ def mixed(keys: Tensor) -> Tensor:
 
 
 def shifted(bits: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left, where torch repeats the sign."""
+    """Shift to the right, with zeros from the left, where torch repeats the sign."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 

@@ -13,8 +13,10 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from paceline.server.tables.entries import Entries
 from paceline.server.tables.row_optimizers import with_lr
-from paceline.server.tables.spec import RowGradients, TableSpec
+from paceline.server.tables.spec import ROWS, RowGradients, TableSpec, Width
+from paceline.server.tables.storage import InMemory
 
 
 @final
@@ -23,9 +25,9 @@ class Keeping:
     """How long a copy may be used."""
 
     steps: int
-    """Of this worker, after the one that it was read for."""
+    """For how many steps of this worker, after the one that it was read for."""
     staleness: float = math.inf
-    """Of the admission rule."""
+    """The admission rule's bound on staleness."""
 
     def last_clocks(self, complete: Tensor, *, clock: int) -> Tensor:
         """For each row that is read at this clock, the last one at which its copy may be used.
@@ -39,32 +41,38 @@ class Keeping:
 
 class Found(NamedTuple):
     is_kept: Tensor
-    """Of each key, whether there is a copy that may be used."""
+    """For each key, whether there is a copy that may be used."""
     rows: Tensor
     """These copies, in the order of the keys that have one."""
 
 
+_LAST = "last"  # clock at which a copy may be used
+
+
 @final
 class KeptRows:
-    """Of one table. Those that may be used no longer are dropped whenever others come, so that there are never more
-    than were read at the last `steps` + 1 clocks."""
+    """The rows of one table that a worker keeps. Those that may be used no longer are dropped whenever others come, so
+    that there are never more than were read at the last `steps` + 1 clocks."""
 
     def __init__(self, spec: TableSpec) -> None:
         self._spec = spec
         self.drop()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._entries)
 
     def drop(self) -> None:
-        self._keys = torch.empty(0, dtype=torch.int64)  # in order
-        self._rows, self._last = self._spec.empty_rows(), self._keys
+        widths = {ROWS: self._spec.columns[ROWS], _LAST: Width(1, torch.int64)}
+        self._entries = Entries(InMemory(), widths, num_keys=self._spec.num_rows)
 
     def find(self, keys: Tensor, *, clock: int) -> Found:
         """What may be used of these keys, none of which comes twice, at this clock."""
-        places, is_here = self._places(keys)
-        is_kept = is_here & (self._last[places] >= clock) if len(self) else is_here
-        return Found(is_kept, self._rows[places[is_kept]])
+        slots = self._entries.find(keys)
+        is_kept = slots >= 0
+        slots, last = slots[is_kept], self._entries.column(_LAST)[:, 0]
+        is_recent = last[slots] >= clock
+        is_kept[is_kept.clone()] = is_recent
+        return Found(is_kept, self._entries.at(slots[is_recent], (ROWS,))[ROWS])
 
     def keep(self, keys: Tensor, rows: Tensor, last: Tensor, *, clock: int) -> None:
         """Have copies of these rows, which have just been read, and drop what may be used no longer.
@@ -72,11 +80,13 @@ class KeptRows:
         Args:
             last: of each row, see `Keeping.last_clocks`.
         """
-        stays = self._last >= clock
-        stays &= ~torch.isin(self._keys, keys)
-        self._keys, order = torch.cat([self._keys[stays], keys]).sort()
-        self._rows = torch.cat([self._rows[stays], rows])[order]
-        self._last = torch.cat([self._last[stays], last])[order]
+        self._entries.drop((self._entries.column(_LAST)[:, 0] < clock).nonzero()[:, 0])
+        slots, new = self._entries.find(keys), {ROWS: rows, _LAST: last.unsqueeze(1)}
+        is_here = slots >= 0
+        if is_here.any():
+            self._entries.put(slots[is_here], {name: values[is_here] for name, values in new.items()})
+            keys, new = keys[~is_here], {name: values[~is_here] for name, values in new.items()}
+        self._entries.add(keys, new)
 
     @torch.no_grad()
     def update(self, gradients: RowGradients, *, lr: float | None = None) -> None:
@@ -84,14 +94,8 @@ class KeptRows:
         server goes by; else once they are read anew."""
         if self._spec.optimizer.state or self._spec.min_count > 1 or not len(self):
             return
-        places, is_here = self._places(gradients.keys)
-        own = self._rows[places[is_here]].to(self._spec.computed)
+        slots = self._entries.find(gradients.keys)
+        is_here = slots >= 0
+        own = self._entries.at(slots[is_here], (ROWS,))[ROWS].to(self._spec.computed)
         with_lr(self._spec.optimizer, lr).step(own, gradients.values[is_here], {}, number=1)
-        self._rows[places[is_here]] = own.to(self._spec.dtype)
-
-    def _places(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each key is, and whether it is there at all."""
-        if not len(self):
-            return torch.zeros_like(keys), torch.zeros(len(keys), dtype=torch.bool)
-        places = torch.searchsorted(self._keys, keys).clamp_(max=len(self) - 1)
-        return places, self._keys[places] == keys
+        self._entries.put(slots[is_here], {ROWS: own.to(self._spec.dtype)})

@@ -25,7 +25,7 @@ def rows_of(spec: TableSpec, rows: Tensor, keys: Tensor, slots: Any, *, seed: in
 
 
 def first_values(spec: TableSpec, keys: Tensor, *, seed: int) -> Tensor:
-    """Of rows that were never updated."""
+    """What rows are that were never updated."""
     if not spec.std:
         return torch.zeros(len(keys), spec.dim, dtype=spec.dtype)
     return (normal(keys, seed=seed, num=spec.dim) * spec.std).to(spec.dtype)

@@ -9,9 +9,9 @@ _LEFT_OUT = {torch.bfloat16: 16, torch.float16: 13}  # bits of a float32
 
 
 def rounded(rows: Tensor, dtype: torch.dtype, keys: Tensor, *, seed: int, number: int) -> Tensor:
-    """Each element up or down by chance, so that their mean is the row's (Gupta et al., "Deep learning with limited
-    numerical precision", ICML 2015, section 3.1): to the nearest, updates below half of a last bit would be lost for
-    good. The chance follows from key, seed and the update's number alone.
+    """Round each element up or down by chance, so that the mean is the row's (Gupta et al., "Deep learning with limited
+    numerical precision", ICML 2015, section 3.1). Rounded to the nearest, updates below half of a last bit would be
+    lost for good. The chance follows from key, seed and the update's number alone.
 
     Args:
         rows: float32 of shape (keys, dim).

@@ -92,8 +92,8 @@ def name_again(files: Sequence[RowFile], before: Path, directory: Path) -> Seque
 def read(
     directory: Path, files: Iterable[RowFile], *, server: int, num_servers: int
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """What these files have of the rows of one server among so many, which may be others than wrote them, and how late
-    they were written (`RowFile.later`), from the latest on.
+    """What these files have of the rows of one server among so many. Other servers, and other numbers of them, may have
+    written them. With them comes how late they were written (`RowFile.later`), from the latest on.
 
     Raises:
         UsageError: a file cannot be read; the message names it.

@@ -74,7 +74,7 @@ class Adagrad(RowOptimizer, name="adagrad"):
 
     lr: float = 0.01
     initial: float = 0.0
-    """Of the sums of squares (`initial_accumulator_value`)."""
+    """Where the sums of squares begin (`initial_accumulator_value`)."""
     eps: float = 1e-10
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from paceline.row_file import RowFile
 from paceline.server.tables.storage import Storage
 
 _MOST_LATER = 16
-"""So many times changed rows are written alone: whoever reads the files opens them all."""
+"""How often changed rows are written alone, before all are written again: whoever reads the files opens them all."""
 _LOOKED_AT = 1 << 20
 
 

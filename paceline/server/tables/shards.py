@@ -2,7 +2,12 @@
 
 Sans-IO, and a part of `ServerCore`. A worker pushes the gradients of rows ahead of the model's. They wait here until
 the server's shard makes an update of what that worker pushed, and become a part of it: under bsp one update of all
-workers' rows, under ssp and asp one of each worker's. What a later push finds still waiting was for no update.
+workers' rows, under ssp and asp one of each worker's. What a later push finds still waiting was for no update, or
+another copy of the tables has made it.
+
+Where several servers outlive workers, all of them, and all copies, have a push's gradients of rows before one of them
+has any of the push itself (`ClientCore.rows_come_along`). So wherever that counts, they do: nobody asks for them when a
+worker dies.
 """
 
 import math
@@ -18,7 +23,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.messages import Kind, Message, WireError, cut_for, from_frames, raw_bytes, to_frames
 from paceline.row_file import RowFile
-from paceline.server.shard import Applied
+from paceline.server.closing import Applied
 from paceline.server.state import pack, unpack
 from paceline.server.tables.changes import ChangedKeys, Given
 from paceline.server.tables.row_optimizers import RowOptimizer, with_lr
@@ -27,7 +32,7 @@ from paceline.server.tables.storage import InFiles, InMemory, Storage, TableFile
 from paceline.server.tables.table import Table
 
 Fields = Mapping[str, Any]
-"""Of an answer."""
+"""The fields of an answer."""
 
 
 class _Waiting(NamedTuple):
@@ -37,9 +42,13 @@ class _Waiting(NamedTuple):
     """The worker's clock; an update joins pushes of equal clocks."""
     weight: float
     gradients: list[RowGradients | None]
-    """For each table; none: the worker has not used it."""
+    """The gradients for each table; none: the worker has not used it."""
     optimizers: list[RowOptimizer]
-    """For each table: its own, with the learning rate that the worker says."""
+    """The optimizer of each table, with the learning rate that the worker says."""
+
+
+JOINING_PASSES = 3
+"""Each of several gradients of a row is read, and their sum read and written."""
 
 
 class RowUpdate(NamedTuple):
@@ -47,7 +56,7 @@ class RowUpdate(NamedTuple):
 
     table: int
     gradients: RowGradients
-    """Of all workers', joined."""
+    """The joined gradients of all workers."""
     optimizer: RowOptimizer
 
 
@@ -63,10 +72,12 @@ class TableShards:
         """Where the tables are to lie; none: in memory."""
         self.joins = True
         """An update may be of several workers' pushes."""
+        self.agrees_on_rates = True
+        """Workers who make an update have the same learning rates: all have been there from the start."""
         self.may_lend = False
         """Each push is an update of its own, for whose rows nobody waits."""
         self.before_updating: Callable[[Sequence[RowUpdate]], None] | None = None
-        """Told of all tables' updates with one of the model, before anything is changed."""
+        """Called with all tables' updates that go with one of the model, before anything is changed."""
         self._new_memory = new_memory
         self._storage: Storage = InMemory()
         self._tables: list[Table] = []
@@ -87,9 +98,13 @@ class TableShards:
         }
 
     @property
-    def is_empty(self) -> bool:
-        """Whether the run has no tables."""
-        return not self._tables
+    def are_open(self) -> bool:
+        return bool(self._tables)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether gradients of rows wait for the update that they belong to."""
+        return bool(self._waiting)
 
     def receive(self, message: Message) -> Fields:
         """What is answered. Raises WireError, which names the table and the key where it is one's fault."""
@@ -105,13 +120,15 @@ class TableShards:
         if self._tables and self._waiting:
             by_update: dict[int, list[_Waiting]] = defaultdict(list)
             for one in applied:
-                if one.worker in self._waiting:
+                if one.worker in self._waiting and self._waiting[one.worker].clock == one.clock:
                     by_update[one.iteration].append(self._waiting.pop(one.worker))
             for waiting in by_update.values():
                 updates = list(self._joined(waiting))
                 if updates and self.before_updating is not None:
                     self.before_updating(updates)
                 touched += self.repeat(updates)
+                if len(waiting) > 1:
+                    touched += JOINING_PASSES * sum(map(_gradient_bytes, waiting))
         return touched
 
     def repeat(self, updates: Iterable[RowUpdate]) -> int:
@@ -141,6 +158,11 @@ class TableShards:
         for changed in self._changed:
             changed.leave(worker)
 
+    def let_go(self, worker: int, *, clock: int | None) -> None:
+        """It is gone, and this is the clock of its last push that counts, if any does."""
+        if worker in self._waiting and self._waiting[worker].clock != clock:
+            del self._waiting[worker]
+
     def close(self) -> None:
         """Let go of all memory."""
         self._tables.clear()
@@ -148,7 +170,8 @@ class TableShards:
         self._given.clear()
 
     def _joined(self, contributions: Sequence[_Waiting]) -> Iterator[RowUpdate]:
-        """Those who have not used a table count with gradients of 0, as they do where rows are parameters."""
+        """Those who have not used a table count with gradients of 0, as they do where rows are parameters. The learning
+        rate is that of the first who has, the one of the lowest rank."""
         for index, table in enumerate(self._tables):
             if any(each.gradients[index] is not None for each in contributions):
                 nothing = RowGradients(torch.empty(0, dtype=torch.int64), table.spec.empty_rows(0, table.spec.computed))
@@ -160,7 +183,7 @@ class TableShards:
         """Raises ValueError where others have given another learning rate for the same update, of which nothing is made
         yet."""
         others = [each for worker, each in self._waiting.items() if worker != sender and each.clock == given.clock]
-        for index, table in enumerate(self._tables if self.joins else ()):
+        for index, table in enumerate(self._tables if self.joins and self.agrees_on_rates else ()):
             users = [each for each in (given, *others) if each.gradients[index] is not None]
             rates = sorted({each.optimizers[index].lr for each in users})
             if len(rates) > 1 and given in users:
@@ -298,3 +321,8 @@ def _count(count: Any, message: Message) -> int:
     if type(count) is not int or not 0 <= 8 * count <= num_bytes:
         raise ValueError(f"{count!r} keys in {num_bytes} bytes")
     return count
+
+
+def _gradient_bytes(waiting: _Waiting) -> int:
+    """Bytes of the gradients, with their keys."""
+    return sum(each.keys.nbytes + each.values.nbytes for each in waiting.gradients if each is not None)

@@ -37,7 +37,7 @@ class Slots(ABC):
     @property
     @abstractmethod
     def addresses(self) -> list[Address]:
-        """Of its columns."""
+        """Where its columns are."""
 
     @abstractmethod
     def add(self, keys: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def slots_for(num_keys: int, storage: Storage | None = None, *, is_seen: bool = 
 
 @final
 class ListedSlots(Slots):
-    """In an array with a place for each key that there can be, which has its slot and 1 more, and 0 where it has none.
+    """Slots in an array with a place for each key that there can be: its slot plus 1, or 0 where it has none.
 
     See `slots_for`.
     """
@@ -123,7 +123,7 @@ class HashedSlots(Slots):
 
     @property
     def _columns(self) -> tuple[Tensor, Tensor]:
-        """Of all buckets the keys, and their slots."""
+        """The keys, and the slots, of all buckets."""
         return self._keys.values[: self._num_buckets], self._slots.values[: self._num_buckets]
 
     @property

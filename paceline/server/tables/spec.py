@@ -48,7 +48,7 @@ class TableSpec:
     dim: int
     optimizer: RowOptimizer
     std: float = 1.0
-    """Of the distribution; its mean is 0."""
+    """The standard deviation of the distribution that first values are drawn from; its mean is 0."""
     seed: int = 0
     dtype: torch.dtype = torch.float32
     min_count: int = 1
@@ -97,12 +97,12 @@ class TableSpec:
 
     @property
     def computed(self) -> torch.dtype:
-        """Of what the script gets and gives, the optimizer's state, and updates."""
+        """The dtype of what the script gets and gives, of the optimizer's state, and of updates."""
         return torch.float32 if self.is_half else self.dtype
 
     @property
     def sent(self) -> torch.dtype:
-        """Of gradients on their way, which may be beyond float16's range."""
+        """The dtype of gradients on their way, which may be beyond float16's range."""
         return torch.bfloat16 if self.is_half else self.dtype
 
     @property

@@ -12,7 +12,7 @@ from paceline.server.tables.spec import ROWS, RowGradients, TableSpec
 
 
 def copies(columns: Mapping[str, Tensor], slots: Tensor) -> dict[str, Tensor]:
-    """Of the entries in these slots, by column."""
+    """Copies of the entries in these slots, by column."""
     places = slots.numpy()
     return {
         name: torch.from_numpy(as_words(column).take(places, axis=0)).view(column.dtype)

@@ -45,7 +45,7 @@ class Storage(ABC):
     """Where a server's tables, or one process's, have their columns."""
 
     piece_bytes: ClassVar[int]
-    """Of rows that are looked at between two calls of `trim`, at most."""
+    """Bytes of the rows that are looked at between two calls of `trim`, at most."""
     lends: bool = False
     """Whether other processes of this host may change columns, too."""
 
@@ -58,7 +58,7 @@ class Storage(ABC):
         return nullcontext()
 
     def changing(self) -> AbstractContextManager[None]:
-        """While entries that are known change."""
+        """Entered while entries that are known change."""
         return nullcontext()
 
     @abstractmethod
@@ -101,7 +101,7 @@ class TableFiles:
     """What a server is told of files for its tables."""
 
     directory: str
-    """On the server's host."""
+    """The directory on the server's host."""
     resident_bytes: int
 
 

@@ -22,8 +22,8 @@ from paceline.server.tables.storage import InMemory, Storage
 
 _SAVED_BYTES = 1 << 24
 _LOOKS = 8
-"""So often a table looks at all rows while one may stay without an update; where there are too many rows, one in so
-many goes at a time."""
+"""How often a table looks at all rows in the time that one may stay without an update. Where there are too many rows, a
+part of them is looked at at a time."""
 _LAST, _COUNT, _UPDATES, _SEED = "last", "count", "updates", "seed"
 
 
@@ -58,7 +58,7 @@ class Table:
 
     @property
     def num_updates(self) -> int:
-        """So far, by whoever made them."""
+        """Updates so far, by whoever made them."""
         return int(self._num_updates.values)
 
     @num_updates.setter
@@ -136,7 +136,8 @@ class Table:
         return len(keys) * self.update_bytes
 
     def _counts_enough(self, keys: Tensor, has_none: Tensor) -> Tensor:
-        """Of each key whether it has a row, or is to have one, since as many updates had it. The others are counted."""
+        """For each key, whether it has a row, or is to have one since as many updates had it. The others are
+        counted."""
         new, waiting = keys[has_none], self._groups[WAITING]
         slots = waiting.find(new)
         is_first = slots < 0
@@ -241,7 +242,7 @@ class Table:
             self._storage.trim()
 
     def _changed_pieces(self, saved: Saved) -> Iterator[dict[str, Tensor]]:
-        """Of rows that have changed, as `_pieces`; tensors are copies."""
+        """The rows that have changed, as `_pieces` gives all; tensors are copies."""
         for slots in saved.changed(max(1, _SAVED_BYTES // self._rows.entry_bytes)):
             yield self._with_numbers({"": self._copies(slots)})
 

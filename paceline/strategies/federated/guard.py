@@ -21,7 +21,8 @@ _CLIP = "privacy.clip"
 
 @final
 class Guard:
-    """On every worker alike: noise on the joint is drawn from the run's seed and the round.
+    """Clips and hides a round's changes, on every worker alike: noise on the joint is drawn from the run's seed and the
+    round.
 
     Raises:
         UsageError: one round costs more than the run may.

@@ -26,7 +26,7 @@ class Joined(NamedTuple):
     """What a round came to, the same on every worker."""
 
     gradients: Sequence[Tensor]
-    """Of what was contributed; they hold until `Joining.clear`."""
+    """The joined contributions, in memory that holds them until `Joining.clear`."""
     num_contributions: int
     is_last: bool
     """A worker leaves, so that there is no further round."""
@@ -65,7 +65,7 @@ class Joining:
         if masks is not None and self._corrupt is not None:
             raise UsageError("hostile clients go by what honest ones send, which secure=masks hides; leave one out")
         self.memory = Memory(context.collective) if aggregator.remembers else None
-        """Of what clients have sent, if the aggregator looks at it."""
+        """What clients have sent so far, if the aggregator looks at it."""
         self._secure: SumOfClients | None = None
         if masks is not None:
             num_elements = sum(math.prod(spec.shape) for spec in specs[:num_changes])
@@ -152,7 +152,7 @@ class Joining:
         return total.num_summed
 
     def _gram(self, contributions: Sequence[Contribution]) -> Tensor | None:
-        """Of what clients changed; of all that they have changed so far, if the aggregator remembers."""
+        """Inner products of what clients changed; of all that they have changed so far, if the aggregator remembers."""
         changes = list(map(self._changes, contributions))
         if self.memory is not None:
             return self.memory.gram(changes)

@@ -31,7 +31,7 @@ class Kept:
         return kept
 
     def put(self, client: int, tensors: Mapping[str, Tensor]) -> None:
-        """In the place of what it kept before, if that is as long, and otherwise behind all else."""
+        """Keep these in the place of what was kept before, if that is as long, and otherwise behind all else."""
         written = io.BytesIO()
         # Clones, since a view would be saved with all of the memory that it lies in.
         torch.save({name: tensor.detach().clone() for name, tensor in tensors.items()}, written)

@@ -31,7 +31,7 @@ class Rejecting:
         self._judged([])
 
     def kept(self, contributions: Sequence[Contribution], round_number: int) -> list[Contribution]:
-        """Those that count. Collective call. Raises as `require_judge`."""
+        """The contributions that count. Collective call. Raises as `require_judge`."""
         validation = self._validation
         before, *after = self._judged(contributions)
         rejected = validation.rejects(before, after, rises=rises(validation.metric))

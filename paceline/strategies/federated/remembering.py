@@ -14,7 +14,7 @@ from paceline.strategies.own_state import OwnState
 
 _SUM, _SENT = "sum", "sent."
 _MOST_BYTES = 16e9
-"""Of all clients' sums, which the first worker has in memory whenever a checkpoint is taken."""
+"""Bytes of all clients' sums, at most. The first worker has them in memory whenever a checkpoint is taken."""
 
 
 def require_room(num_clients: int, parameters: Sequence[Tensor]) -> None:

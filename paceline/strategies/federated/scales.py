@@ -9,7 +9,7 @@ _LEAST = 0.5
 
 @final
 class Scales:
-    """Of one round.
+    """How much the changes of one round's clients are worth.
 
     Args:
         are_counted: strategies whose clients' changes count by the step.
@@ -27,7 +27,7 @@ class Scales:
             raise ValueError(f"it says that its change is worth {scale:g} steps, less than one")
 
     def add(self, scale: float, *, weight: float) -> None:
-        """Of a client that counts so much."""
+        """A client says that its change is worth so many steps. `weight`: how much the client counts."""
         self._said.append((weight, scale))
 
     def joint(self, outweigh: float) -> float:

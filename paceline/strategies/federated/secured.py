@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from paceline.aggregate import Contribution
-from paceline.comm.base import Collective, decode_object, encode_object
+from paceline.comm.base import Collective
+from paceline.comm.objects import decode_object, encode_object
 from paceline.errors import UsageError
 from paceline.pieces import Piece
 from paceline.seeding import derive
 from paceline.strategies.elsewhere import Total
 
 LEAST_CLIENTS = 3
-"""Of a sum: of two clients each knows the other's part."""
+"""A sum is of no fewer clients: of two each knows the other's part."""
 _NUM_STAGES = 4
 
 
@@ -62,8 +63,8 @@ class SecureSum:
         self._masks, self._collective, self._num_elements, self._seed = masks, collective, num_elements, seed
 
     def total(self, vectors: Mapping[int, tuple[float, Tensor]], *, round_number: int) -> Total:
-        """Of all workers' clients, each with a weight and a vector of its own. None is summed if they are too few to
-        hide among one another. Collective call.
+        """The sum over all workers' clients, each with a weight and a vector of its own. None is summed if they are too
+        few to hide among one another. Collective call.
 
         Raises:
             UsageError: too many have dropped out, on all workers.

@@ -76,7 +76,7 @@ class ServerModel:
             )
         self._names = [spec.name for spec in specs]
         self.groups = [spec.group for spec in specs]
-        """Of the script's optimizer, one a shared parameter."""
+        """For each shared parameter, its group in the script's optimizer."""
         named = zip(replica.specs, replica.parameters, strict=True)
         self.trained = [parameter for spec, parameter in named if spec.name not in private]
         """This worker's parameters that clients share."""

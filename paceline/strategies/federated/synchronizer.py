@@ -205,7 +205,7 @@ class FederatedSynchronizer(Synchronizer):
             self._carry()
 
     def _carry(self) -> None:
-        """In simulated time a client's change is encoded, sent to the server, and decoded."""
+        """Let the simulated time pass in which a client's change is encoded, sent to the server, and decoded."""
         pacing, timing, codec = self.context.pacing, self.context.collective.timing, self._strategy.codec
         if codec is not None:
             num_gbytes = sum(change.nbytes for change in self._server.parameters) / 1e9
@@ -252,8 +252,8 @@ class FederatedSynchronizer(Synchronizer):
             self.context.tell("late", {"round": self.iteration + 1, "clients": late})
 
     def _settle(self) -> None:
-        """A client whose server is elsewhere learns with its next turn whether its update counted. One that was late,
-        or refused, or is of a round that begins again leaves controls, and what a codec left out, as they were."""
+        """A client whose server is elsewhere learns with its next turn whether its update counted. If it was late or
+        refused, or is of a round that begins again, controls, and what a codec left out, stay as they were."""
         sent, server = self._sent, self.context.server
         if sent is not None and server is not None:
             self._clients.keep(sent.client, *(sent.if_counted if server.counted >= sent.round else sent.otherwise))

@@ -72,7 +72,7 @@ class Upload:
         return derive(self._seed, "upload", round_number, index, *of)
 
     def num_bytes(self, changes: Sequence[Tensor]) -> int:
-        """Of all that a client sends of its change."""
+        """Bytes of all that a client sends of its change."""
         return sum(self._codec.num_bytes(tuple(change.shape)) for change in changes)
 
 

@@ -3,13 +3,18 @@
 Lian, Zhang, Zhang and Liu, "Asynchronous decentralized parallel stochastic gradient descent", ICML 2018, algorithm 1.
 Some workers ask and the others answer (section 4.1 there), so that nobody waits for who waits. Sans-IO: a message in,
 what is to be sent out.
+
+Where workers may die, a message says as well how far each worker's work is in the model that it carries: so of one that
+is dead counts what others have of it.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from paceline.elastic import Done, further
 from paceline.strategies.gossip.parcel import Parcel
 from paceline.topology import Topology
 
@@ -53,10 +58,12 @@ class Pairing:
 
     Args:
         model: laid out like the parameters, apart from them: gradients are computed while it changes.
+        done: how far each worker's work is in the model, where workers may die; otherwise empty.
     """
 
-    def __init__(self, model: Parcel, *, rank: int, size: int) -> None:
+    def __init__(self, model: Parcel, *, rank: int, size: int, done: Sequence[Done] = ()) -> None:
         self.model = model
+        self.done = list(done)
         self.counts = [0] * size
         """Gradients that each worker has applied since the start, as far as they are known here."""
         self.left = 0
@@ -112,11 +119,14 @@ class Pairing:
         return torch.cat([self.model.buffer[: self.model.layout.num_bytes].cpu(), self._words(note)])
 
     def _words(self, note: _Note) -> Tensor:
-        return torch.tensor([*note, *self.counts], dtype=torch.int64).view(torch.uint8)
+        words = [*note, *self.counts, *(word for done in self.done for word in done)]
+        return torch.tensor(words, dtype=torch.int64).view(torch.uint8)
 
     def _read(self, message: Tensor) -> tuple[list[Tensor], _Note]:
-        own = len(_Note._fields)
-        num_bytes = len(message) - (own + len(self.counts)) * torch.int64.itemsize
+        own, size, each = len(_Note._fields), len(self.counts), len(Done._fields)
+        num_bytes = len(message) - (own + size + each * len(self.done)) * torch.int64.itemsize
         words = message[num_bytes:].view(torch.int64).tolist()
-        self.counts = [max(known, told) for known, told in zip(self.counts, words[own:], strict=True)]
+        counts, done = words[own : own + size], words[own + size :]
+        self.counts = [max(known, told) for known, told in zip(self.counts, counts, strict=True)]
+        self.done = [further(known, Done(*done[i * each : (i + 1) * each])) for i, known in enumerate(self.done)]
         return [segment.view(message) for segment in self.model.layout.segments if num_bytes], _Note(*words[:own])

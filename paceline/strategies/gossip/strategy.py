@@ -8,7 +8,7 @@ from paceline.codec import Codec
 from paceline.errors import UsageError
 from paceline.outer import Momentum, Outer, require_in_range
 from paceline.strategies.base import Context, Strategy, Synchronizer, option, require_choice
-from paceline.strategies.coding import Scope, can_be_repeated, of_neighbours, require_of_neighbours
+from paceline.strategies.coding import Scope, of_neighbours, require_of_neighbours
 from paceline.strategies.gossip.averaging import Averaging
 from paceline.strategies.gossip.mixer import Mixer
 from paceline.strategies.gossip.outer_step import OuterStep
@@ -150,7 +150,7 @@ class Gossip(Strategy):
             lock_step=False,
             traffic=(moved,),
             workers_differ=True,
-            repeats_steps=can_be_repeated(self.codec),
+            repeats_steps=True,
             own_scores=self.own_scores,
             missing_messages=mixer.missing_messages,
             passes_attacks=True,

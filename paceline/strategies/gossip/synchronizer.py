@@ -17,7 +17,8 @@ from paceline.messages import from_frames, to_frames
 from paceline.schedule import Every
 from paceline.strategies.base import Context, Recovery, StepOutcome, Synchronizer
 from paceline.strategies.choosing import Choosing, LinkSpeed
-from paceline.strategies.coding import NOTHING_CODED, coding_of, of_neighbours, require_real
+from paceline.strategies.codec_choice import CodecChoice
+from paceline.strategies.coding import Coding, of_neighbours, require_real
 from paceline.strategies.finite import checked, may_step
 from paceline.strategies.gossip.links import Links
 from paceline.strategies.gossip.mixer import Mixer
@@ -44,14 +45,9 @@ class GossipSynchronizer(Synchronizer):
         super().__init__(context, replica)
         self._strategy, self._schedule = strategy, Every(strategy.every)
         self._model = FlatModel(replica)
-        codec = of_neighbours(strategy.codec)
-        coding = coding_of(codec, strategy.codec_scope, context)
-        self._choosing: Choosing | None = None
-        if coding is not None and isinstance(codec, Auto):
-            self._choosing, coding = self._choosing_among(codec), None
-        elif strategy.codec is not None:
-            self.facts = {"codec": NOTHING_CODED if coding is None else str(coding.codec)}
-        self._mixer = self._plain_mixer() if coding is None else self._coded_mixer(coding.codec)
+        self._choice = CodecChoice(of_neighbours(strategy.codec), strategy.codec_scope, self._watch)
+        self._mixer = self._mixer_with(self._choice.begin(context))
+        self.facts = self._choice.told(self.facts)
         self._links = Links(context.collective, context.pacing)
         self._momentum = QuasiGlobal(self._model, strategy.quasi_global) if strategy.quasi_global else None
         self._weight = 1.0
@@ -64,6 +60,9 @@ class GossipSynchronizer(Synchronizer):
         self._agreed = torch.zeros(1, dtype=torch.int64)
         if context.recovery is not None:
             context.recovery.last_result = lambda: to_frames([self._agreed])
+
+    def _mixer_with(self, coding: Coding | None) -> Mixer:
+        return self._plain_mixer() if coding is None else self._coded_mixer(coding.codec)
 
     def _plain_mixer(self) -> Mixer:
         strategy, among, own = self._strategy, self.context.collective, self._model.parcel
@@ -86,22 +85,22 @@ class GossipSynchronizer(Synchronizer):
             consensus_step=strategy.step_of(codec),
         )
 
-    def _choosing_among(self, codec: Auto) -> Choosing:
-        near = self._strategy.topology.neighbours(0, self.context.rank, self.context.size)
-        count = sum(segment.num_elements for segment in self._model.parcel.layout.segments)
-        taken_s = partial(
-            LinkSpeed(self.context, among_hosts=False).messages_s, shape=(count,), num_messages=len(near.sends_to)
-        )
-        return Choosing(codec, self.context, taken_s)
+    def _watch(self, auto: Auto, context: Context, coding: Coding) -> Choosing:
+        among = context.collective
+        near = self._strategy.topology.neighbours(0, among.rank, among.size)
+        layout = self._model.parcel.layout
+        count = sum(segment.num_elements for segment in layout.segments)
+        speed = LinkSpeed(context, among_hosts=False, num_bytes=layout.num_bytes)
+        taken_s = partial(speed.messages_s, shape=(count,), num_messages=len(near.sends_to))
+        return Choosing(auto, context, taken_s)
 
-    def _choose(self) -> None:
-        """Go on with a codec, if exchanges without have shown that one is worth it. Nothing is under way."""
-        outcome = self._choosing.step_ended() if self._choosing is not None else None
-        if outcome is None:
+    def _take_up_codec(self) -> None:
+        """If one has been chosen. Nothing is under way."""
+        if not self._choice.has_found:
             return
-        self.facts, self._choosing = {"codec": outcome.why}, None
-        if (codec := outcome.codec) is not None:
-            self._mixer = self._coded_mixer(codec)
+        if (coding := self._choice.take_up()) is not None:
+            self._mixer = self._coded_mixer(coding.codec)
+        self.facts = self._choice.told(self.facts)
 
     @property
     def timings(self) -> tuple[Timing, ...]:
@@ -152,8 +151,9 @@ class GossipSynchronizer(Synchronizer):
         self._model.scale_gradients(1 / self._weight)  # for a script that adds to them
         self._steps += 1
         self._count(exchanged=is_due)
-        if is_due:
-            self._choose()
+        if is_due and self.context.recovery is None:  # otherwise choosing is a part of what is repeated
+            self._choice.look()
+        self._take_up_codec()
         self._start_early()
         applies = applies and not is_skipped_by_scaler(self.replica.optimizer)
         return StepOutcome(self.iteration, staleness=0 if applies else -1)
@@ -177,6 +177,7 @@ class GossipSynchronizer(Synchronizer):
                 lost = self._received()
                 agreed = torch.tensor([steps])
                 self.context.collective.all_reduce(agreed, op="max").wait()
+                self._choice.look()
                 break
             except PeerLost:
                 self._is_apart = True
@@ -199,6 +200,7 @@ class GossipSynchronizer(Synchronizer):
         if self.context.recovery is not None and self._steps > self._since:
             self._commit(self.context.recovery, self._steps)
             self._count(exchanged=True)
+            self._take_up_codec()
 
     def leave(self) -> None:
         self.end_round()
@@ -209,6 +211,7 @@ class GossipSynchronizer(Synchronizer):
         self._commit(self.context.recovery, 0)
         self._steps = int(self._agreed)
         self._count(exchanged=True)
+        self._take_up_codec()
         self._start_early()
 
     def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
@@ -225,8 +228,8 @@ class GossipSynchronizer(Synchronizer):
         if self._strategy.codec is None:
             self._mixer.regroup(self.context.collective.rank, self.context.collective.size)
             return
-        coding = coding_of(self._strategy.codec, self._strategy.codec_scope, self.context)
-        self._mixer = self._plain_mixer() if coding is None else self._coded_mixer(coding.codec)
+        self._mixer = self._mixer_with(self._choice.rejoin(self.context))
+        self.facts = self._choice.told(self.facts)
 
     def _received(self) -> set[int]:
         """Returns whose messages are lost."""

@@ -30,7 +30,7 @@ class AfterEnd:
         self._has_gradients |= torch.is_grad_enabled()
 
     def has_batches(self) -> bool:
-        """Of the pass that begins after the end; called by the loader's own iteration."""
+        """Whether a pass that begins after the end has batches; called by the loader's own iteration."""
         if torch.is_grad_enabled():
             self._num_empty += 1
             return False

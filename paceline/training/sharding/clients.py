@@ -102,7 +102,8 @@ class ClientBatches:
 
 @final
 class NoBatches:
-    """On a server whose clients are elsewhere: whatever data its script has, there is no batch to train on."""
+    """Stands for the data on a server whose clients are elsewhere: whatever its script has, there is no batch to train
+    on."""
 
     is_even = True
 

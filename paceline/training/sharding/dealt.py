@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any, final
 
@@ -19,8 +20,8 @@ AT_START = "workers at the start"
 class Dealt:
     """A rank's part of a map-style `DataLoader`. While nobody dies or comes it is that of `Orders`.
 
-    Where an update has fewer samples left than there are workers, some get a sample that is another's, and counts
-    nothing; so does a worker that joins, of the round that the others are at.
+    Where an update has fewer samples left than there are workers, some get a sample that is another's, which counts
+    nothing. So does a worker that joins, in the round that the others are at.
 
     Args:
         end_pass: ends the exchange that is to come when all of a pass are dealt out, and says whether the run goes on;
@@ -43,8 +44,14 @@ class Dealt:
         self._cursor = Cursor()
         self.under_way: tuple[Deal, ...] = ()
         """What all were given since the last exchange, which is not done before the next."""
+        self._past: tuple[Deal, ...] = ()  # done, but with weights that may be asked for yet
+        self._num_done = 0
+        self.num_done_of_pass = 0
+        """As `num_done`, of this pass over the data."""
         self._complete = Cursor()  # where the last update was
         self._is_taken_up = False  # cursor and round are where the next pass begins
+        self._behind: deque[Callable[[], object]] | None = None
+        """Of one who joins: ends one after another the rounds that others have made since they gave it their state."""
 
     def __len__(self) -> int:
         return len(self._orders)
@@ -54,12 +61,45 @@ class Dealt:
         return {**self._orders.identity(), **dealing}
 
     @property
-    def weight(self) -> float:
-        """This worker's, in what is under way."""
-        return fmean(deal.weight(self._place) for deal in self.under_way) if self.under_way else 1.0
+    def ranks(self) -> tuple[int, ...]:
+        """Whom it is dealt out to."""
+        return self._membership.ranks
 
-    def commit(self) -> bool:
-        """What is under way is done. Returns whether the update has all its samples."""
+    @property
+    def place(self) -> int:
+        """This rank's, among them."""
+        return self.ranks.index(self._rank)
+
+    @property
+    def num_done(self) -> int:
+        """Batches that each worker has done."""
+        return self._num_done
+
+    @property
+    def num_dealt(self) -> int:
+        """Batches that each worker has been dealt up to now."""
+        return self._num_done + len(self.under_way)
+
+    def weight(self, first: int | None = None, stop: int | None = None) -> float:
+        """This worker's mean weight in the batches from one number on, counted from 0, to before another; by default,
+        in what is under way."""
+        known = (*self._past, *self.under_way)
+        begin = self.num_dealt - len(known)
+        first, stop = self._num_done if first is None else first, self.num_dealt if stop is None else stop
+        deals = known[max(0, first - begin) : max(0, stop - begin)]
+        return fmean(deal.weight(self.place) for deal in deals) if deals else 1.0
+
+    def commit(self, *, asks_from: int | None = None) -> bool:
+        """What is under way is done. Returns whether the update has all its samples.
+
+        Args:
+            asks_from: the first batch whose weight may be asked for yet; none: that of no batch before the next.
+        """
+        known = (*self._past, *self.under_way)
+        self.num_done_of_pass += len(self.under_way)
+        self._num_done = self.num_dealt
+        num_kept = 0 if asks_from is None else min(len(known), self._num_done - asks_from)
+        self._past = known[len(known) - num_kept :]
         self._cursor, self.under_way = self._reached, ()
         is_complete = self._cursor.is_update_complete(global_batch=self._global_batch)
         if is_complete:
@@ -71,12 +111,25 @@ class Dealt:
         before = self._membership.ranks
         lost = [place for place, rank in enumerate(before) if rank not in membership.ranks]
         joiners = set(membership.ranks) - set(before)
-        self.under_way = resized(self.under_way, lost=lost, num_joiners=len(joiners), global_batch=self._global_batch)
+        change = partial(resized, lost=lost, num_joiners=len(joiners), global_batch=self._global_batch)
+        self.under_way, self._past = change(self.under_way), change(self._past)
         self._membership = membership
+
+    def go_on_with(self, ranks: Sequence[int]) -> None:
+        """These have taken part in what is under way, and nobody else."""
+        if tuple(ranks) != self.ranks:
+            self.resize(Membership(self._membership.epoch + 1, tuple(ranks)))
+
+    def enter(self, behind: deque[Callable[[], object]]) -> None:
+        """This rank takes part once all these rounds have been ended, in the one that others are then at, of which it
+        has no samples."""
+        self._behind = behind
 
     def state(self) -> dict[str, Any]:
         """Where the epoch is, as plain data."""
-        return {"cursor": self._cursor.plain, "under_way": [deal.plain for deal in self.under_way]}
+        under_way, past = ([deal.plain for deal in deals] for deals in (self.under_way, self._past))
+        done = {"num_done": self._num_done, "num_done_of_pass": self.num_done_of_pass}
+        return {"cursor": self._cursor.plain, "under_way": under_way, "past": past, **done}
 
     def state_for_later(self) -> dict[str, Any]:
         """As of the last update, since a run that goes on from a checkpoint has nothing of one that is under way."""
@@ -86,18 +139,24 @@ class Dealt:
         """Go on from there, with what these have been dealt."""
         self._cursor = self._complete = Cursor.of_plain(state["cursor"])
         self.under_way = tuple(Deal.of_plain(deal) for deal in state.get("under_way", ()))
+        self._past = tuple(map(Deal.of_plain, state.get("past", ())))
+        self._num_done, self.num_done_of_pass = state.get("num_done", 0), state.get("num_done_of_pass", 0)
         self._membership, self._is_taken_up = membership, True
 
     def parts(self, place: Place) -> Iterator[Part]:
         groups = list(self._orders.groups(place.epoch))
         if place.state is not None:
             self.take_up(place.state, self._membership)
+            self.num_done_of_pass = place.num_batches_done
         if self._end_pass is not None and self.under_way and not self._is_taken_up and not self._end_pass():
             return  # the script has left the pass before, and the run ends with its round
         if not self._is_taken_up:  # of a run that was not elastic, what is done tells where it was
             self._cursor = self._complete = Cursor(place.num_batches_done)
+            self.num_done_of_pass = place.num_batches_done
             if self._end_pass is None:
                 self.under_way = ()
+        if self._behind is not None and not self._catch_up(groups, self._behind):
+            return
         cursor = self._cursor
         while True:
             membership = self._membership
@@ -106,8 +165,8 @@ class Dealt:
             for part in self._orders.fetched(self._dealing(groups, cursor, ahead), *path):
                 dealt = ahead.popleft()
                 self.under_way = (*(self.under_way if self._end_pass is not None else ()), dealt)
-                num_samples = len(dealt.parts[self._place])
-                yield part._replace(num_samples=num_samples, weight=dealt.weight(self._place))
+                num_samples = len(dealt.parts[self.place])
+                yield part._replace(num_samples=num_samples, weight=dealt.weight(self.place))
                 if self._membership is not membership:  # what was fetched ahead is others' now
                     break
             else:
@@ -123,13 +182,25 @@ class Dealt:
         """Where the cursor is when all that is under way is done."""
         return self.under_way[-1].after if self.under_way else self._cursor
 
-    @property
-    def _place(self) -> int:
-        return self._membership.ranks.index(self._rank)
+    def _catch_up(self, groups: Sequence[Group], behind: deque[Callable[[], object]]) -> bool:
+        """Returns whether the others are in this pass by now."""
+        while True:
+            if not self.under_way:
+                dealt = self._cursor.deal(groups, size=self._membership.size, global_batch=self._global_batch)
+                if dealt is None:
+                    self._is_taken_up = False
+                    return False
+                self.under_way = (dealt,)
+            if not behind:
+                break
+            behind.popleft()()
+        self.go_on_with(sorted({*self.ranks, self._rank}))
+        self._behind, self._is_taken_up = None, True
+        return True
 
     def _dealing(self, groups: Sequence[Group], cursor: Cursor, ahead: deque[Deal]) -> Iterator[RankBatch]:
         """This rank's batches from there on, as long as everybody lives."""
-        size, place = self._membership.size, self._place
+        size, place = self._membership.size, self.place
         dealt = self.under_way[-1] if self._is_taken_up and self.under_way else None
         self._is_taken_up = False
         while True:
@@ -137,5 +208,5 @@ class Dealt:
             if dealt is None:
                 return
             ahead.append(dealt)
-            yield RankBatch(dealt.parts[place] or next(filter(None, dealt.parts))[:1], dealt.weight(place))
+            yield RankBatch(dealt.parts[place] or dealt.stand_in, dealt.weight(place))
             cursor, dealt = dealt.after, None

@@ -21,9 +21,9 @@ Fingerprint = list[list[Mark]]
 """By sample, and its parts."""
 
 _NUM_PARTS = 20
-"""Of a sample; more are left out."""
+"""Parts of a sample that are looked at; more are left out."""
 _UNKNOWN: Mark = ["", []]
-"""Of a part that is missing, or not the same twice."""
+"""The mark of a part that is missing, or not the same twice."""
 _NUM_SUMS = 4
 _MOST_VALUES = 2**16
 _ROUNDING = 1e-2
@@ -118,7 +118,7 @@ def _sums(values: NDArray[Any]) -> list[float]:
 
 @functools.lru_cache(maxsize=8)
 def _signs(count: int) -> NDArray[np.float64]:
-    # Of RandomState numpy promises that it draws the same in every version.
+    # numpy promises that RandomState draws the same in every version.
     return 2.0 * np.random.RandomState(0).randint(0, 2, (_NUM_SUMS, count)).astype(np.float64) - 1.0
 
 

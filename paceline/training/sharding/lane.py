@@ -18,7 +18,7 @@ class Reached(NamedTuple):
     own: int = 0
     """Batches of its own lane, of the place's epoch."""
     length: int = -1
-    """Of that lane; -1: it is not known yet."""
+    """Batches in that lane; -1: it is not known yet."""
     left_over: int = 0
     """Batches that others have left to it, of all epochs."""
 
@@ -52,7 +52,7 @@ class LaneData:
             self._keeper.give_back(self._rank, rest)
 
     def parts(self, place: Place) -> Iterator[Part]:
-        """From the epoch's beginning, since what others have done of it is not dealt any more."""
+        """The parts from the epoch's beginning on: what others have done of it is not dealt any more."""
         epoch = place.epoch
         lane = self._keeper.begin(self._rank, epoch=epoch)
         groups = [] if lane is None else self._groups_of(epoch, lane.size)

@@ -88,7 +88,7 @@ class ShardedLoader(StandIn):
         self._orders: Orders | None = None
         self._looks: Looks | None = None
         self.roster: Roster | None = None
-        """Whose turn each pass is, where there are clients."""
+        """Says whose turn each pass is, where there are clients."""
         if dealing is not None:
             if isinstance(loader.dataset, IterableDataset):
                 raise UsageError("--elastic deals samples anew, which streams do not allow; use a map-style data set")

@@ -28,7 +28,7 @@ class Looks:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """To the script's loader, so that its workers look."""
+        """What to change in the script's loader, so that its workers look."""
         return {} if self._in_worker is None else {"worker_init_fn": self._in_worker}
 
     def begin(self, epoch: int, *, reads: bool) -> None:

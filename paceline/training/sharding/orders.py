@@ -198,7 +198,7 @@ class Orders:
 
 
 def _length(thing: Any) -> int | None:
-    """None where it has none: torch's samplers raise only when they are asked."""
+    """The length, or None where it has none: torch's samplers raise only when they are asked."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError):

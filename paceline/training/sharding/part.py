@@ -17,7 +17,7 @@ class Part(NamedTuple):
     weight: float
     """This rank's share of the global batch, times the number of ranks; 1 where all have equally many samples."""
     digest: str | None = None
-    """Of an epoch's first part, from streams that must be the same on every rank: what all ranks' samples are."""
+    """For an epoch's first part, from streams that must be the same on every rank: what all ranks' samples are."""
     state: Any = None
     """The data set's own state after this part, if it has one."""
 
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
     epoch: int
     num_batches_done: int
-    """Of that epoch."""
+    """Batches of that epoch."""
     state: Any = None
     """The data set's own state there, if it has one."""
 

@@ -98,7 +98,7 @@ class _Drawing:
         self._states: deque[Any] = deque()
         self._is_over = False
         self.digest: str | None = None
-        """Of the first group, where ranks share a stream."""
+        """The digest of the first group, where ranks share a stream."""
 
     def batches(self, start: int) -> Iterator[list[Any]]:
         """All ranks' batches from the group `start` on, which is where the data set is."""

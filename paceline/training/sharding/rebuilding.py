@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 
 def rebuilt(loader: DataLoader[Any], dataset: Any, generator: torch.Generator, **changes: Any) -> DataLoader[Any]:
-    """With the script's own loader workers, collation and pinning.
+    """A loader of this data set with the script's own loader workers, collation and pinning.
 
     Args:
         generator: seeds the loader workers.

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.nn import ShardedEmbedding
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--fail", action="append", default=[], metavar="RANK:STEP:HOW", help="may be repeated")
@@ -24,6 +25,8 @@ parser.add_argument("--fail-to-join", action="append", default=[], metavar="RANK
 parser.add_argument("--hold", type=int, action="append", default=[], help="an iteration after which all wait for word")
 parser.add_argument("--fail-giving", type=int, help="the rank that dies while it gives its state")
 parser.add_argument("--tally", action="store_true", help="a model that counts the samples of its updates, twice")
+parser.add_argument("--owed", action="store_true", help="write down what codecs have left out, after each step")
+parser.add_argument("--rows", action="store_true", help="of a table, which count the samples of a tally, too")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--samples", type=int, default=96)
 parser.add_argument("--batch", type=int, default=4)
@@ -45,9 +48,11 @@ class Tally(nn.Module):
     def __init__(self):
         super().__init__()
         self.halves = nn.ParameterList([torch.zeros(args.samples) for _ in range(2)])
+        self.table = ShardedEmbedding(2**50, 1, optimizer="sgd:lr=0.5", std=0.0, name="samples") if args.rows else None
 
     def forward(self, index):
-        return -sum(half[index].sum() for half in self.halves)
+        rows = 0.0 if self.table is None else self.table(index * 2**40).sum()
+        return -rows - sum(half[index].sum() for half in self.halves)
 
 
 num_evaluations = 0
@@ -91,6 +96,8 @@ optimizer = OPTIMIZERS[args.optimizer](model.parameters())
 if args.tally:
     model = Tally()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if args.rows and worker.size > 1:  # who joins has to be told
+        model.table.lr = 1.0
 data = TensorDataset(torch.arange(args.samples), inputs, labels)
 loader = DataLoader(data, batch_size=args.batch, shuffle=True, num_workers=args.loaders)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0 if args.tally else 0.98)
@@ -119,6 +126,13 @@ def fail_at(step):
             os.kill(os.getpid(), SIGNALS[how])
 
 
+def write_down_what_is_owed():
+    (left,) = worker._session.run.prepared.synchronizer.own_state().values()
+    path = args.log / f"owed-{worker.rank}"
+    path.with_suffix(".new").write_text(" ".join(map(str, left.tensor.tolist())))
+    path.with_suffix(".new").replace(path)
+
+
 step = 0
 for epoch in range(args.epochs):
     for index, x, y in loader:
@@ -136,4 +150,6 @@ for epoch in range(args.epochs):
             print(epoch, iteration, *index.tolist(), file=file)
         optimizer.step()
         scheduler.step()
+        if args.owed:
+            write_down_what_is_owed()
 print("the script came to its end")

@@ -28,7 +28,7 @@ class Core:
         self._turns: deque[Thread] = deque()
         """The first one is at it."""
         self._since_s = 0.0
-        """Up to when its work has been counted."""
+        """The time up to which its work has been counted."""
         self._num_plans = 0
         self._is_between = False
 
@@ -94,7 +94,7 @@ class Thread:
     def __init__(self, core: Core) -> None:
         self._core = core
         self.had_s = 0.0
-        """Of its core, since it last began to want it."""
+        """How much of its core's time it had since it last began to want it."""
         self._jobs: deque[_Job] = deque()
         self._is_at_work = False
 
@@ -104,7 +104,7 @@ class Thread:
 
     @property
     def left_s(self) -> float:
-        """Of its present job."""
+        """What is left of its present job."""
         return self._jobs[0].left_s
 
     def run(self, work_s: float, action: Callable[..., object], *arguments: Any) -> None:

@@ -72,7 +72,7 @@ class ForwardCount:
 
     @property
     def num_calls(self) -> int:
-        """Of operations, however large."""
+        """How many operations were called, however large."""
         return self._mode.num_calls
 
     def shares(self) -> list[float]:

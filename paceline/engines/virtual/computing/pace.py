@@ -92,7 +92,6 @@ class _ModelPace:
         self._count: ForwardCount | None = None
         self._shares: list[float] | None = None  # of the backward pass, by parameter, once a forward pass was counted
         self._flop_per_sample, self._num_calls = 0.0, 0
-        self._forward_s: float | None = None  # of the forward pass under way, once it is known
         self._backward_s: float | None = None  # of a backward pass through what was computed last
         self._left_s = 0.0  # of the backward pass under way
         self._in_backward = False
@@ -105,25 +104,26 @@ class _ModelPace:
             when_gradient_is_ready(parameter, self._on_gradient, index)
 
     def _begin_forward(self, model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Let its time pass before it asks servers for rows, since most of it is what scripts do before a lookup. In
+        the first pass, whose operations are yet to be counted, it passes at the end."""
         self._before_step()
         if self._shares is None:
             self._count = ForwardCount(model, self._parameters)
         else:
-            self._forward_s = self._draw(_num_samples((*inputs, *named.values())))
+            self._process.compute(self._draw(_num_samples((*inputs, *named.values()))))
 
     def _end_forward(self, model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any], output: object) -> None:
+        if self._count is None:
+            return
         num_samples = _num_samples((*inputs, *named.values()))
-        if self._count is not None:
-            self._count.end(output)
-            self._shares = self._given_shares or self._count.shares()
-            self._flop_per_sample, self._num_calls = self._count.flop / num_samples, self._count.num_calls
-            self._count = None
-        forward_s = self._forward_s if self._forward_s is not None else self._draw(num_samples)
-        self._forward_s = None
-        self._process.compute(forward_s)
+        self._count.end(output)
+        self._shares = self._given_shares or self._count.shares()
+        self._flop_per_sample, self._num_calls = self._count.flop / num_samples, self._count.num_calls
+        self._count = None
+        self._process.compute(self._draw(num_samples))
 
     def _leave_forward(self, model: nn.Module, inputs: object, output: object) -> None:
-        """Also where it has failed: what counts would go on counting, in this process's other runs."""
+        """Stop counting, also where the pass has failed: it would go on in this process's other runs."""
         if self._count is not None:
             self._count.close()
             self._count = None

@@ -46,7 +46,7 @@ class VirtualCollective(Collective):
         self.rank, self.size = rank, meeting.size
         self.timing = timing or Timing()
         self.lost_since_s: float | None = None
-        """Since when this rank has waited for one that was gone."""
+        """The time since when this rank has waited for one that was gone."""
         self._meeting, self._process = meeting, process
         self._operation_s, self._message_s, self._is_lost = operation_s, message_s, is_lost
         self._message_core_s = message_core_s

@@ -34,7 +34,7 @@ class Link:
     name: str
     bytes_per_s: float
     latency_s: float = 0.0
-    """From one end to the other."""
+    """Time from one end to the other."""
     burst_s: float = 0.0
     """How far the link may be behind in its work before chunks wait: a token bucket's size over its rate."""
     free_s: float = 0.0
@@ -51,7 +51,7 @@ class Handling:
     thread: Thread
     bytes_per_s: float
     message_s: float = 0.0
-    """For each message, besides its bytes."""
+    """Time for each message, besides its bytes."""
 
 
 Path = Sequence[Link | Handling]

@@ -9,8 +9,9 @@ from torch import Tensor
 from paceline.comm.base import Timing
 from paceline.comm.mailbox import Handler, Mailbox
 from paceline.engines.virtual.network.links import Network
+from paceline.engines.virtual.network.meeting import Meeting
 from paceline.engines.virtual.process import Process, Signal
-from paceline.errors import Aborted
+from paceline.errors import Aborted, PeerLost
 
 
 @final
@@ -19,13 +20,16 @@ class PostOffice:
 
     Args:
         network: for messages.
+        meeting: of the same workers.
         host_of: each worker's host, by rank.
         message_s: what a message takes its sender, besides what passes the links.
         message_core_s: how much of it needs the sender's core, where hosts share cores.
     """
 
-    def __init__(self, network: Network, host_of: Sequence[int], *, message_s: float, message_core_s: float) -> None:
-        self._network, self._host_of = network, host_of
+    def __init__(
+        self, network: Network, meeting: Meeting, host_of: Sequence[int], *, message_s: float, message_core_s: float
+    ) -> None:
+        self._network, self.meeting, self._host_of = network, meeting, host_of
         self.message_s, self.message_core_s = message_s, message_core_s
         self._boxes: dict[int, VirtualMailbox] = {}
         self._kept: dict[int, list[tuple[int, Tensor]]] = {}
@@ -38,6 +42,7 @@ class PostOffice:
 
     def send(self, sender: int, receiver: int, message: Tensor) -> None:
         source, destination = self._host_of[sender], self._host_of[receiver]
+        self.meeting.note_message(sender)
         self._network.send(source, destination, float(message.nbytes), self._deliver, sender, receiver, message)
 
     def _deliver(self, sender: int, receiver: int, message: Tensor) -> None:
@@ -57,6 +62,11 @@ class VirtualMailbox(Mailbox):
         self._handler: Handler | None = None
         self._came = Signal()
         self._failure: Exception | None = None
+        office.meeting.on_lost.append(self._wake)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._office.meeting.is_lost
 
     def open(self, handler: Handler) -> None:
         self._handler = handler
@@ -74,13 +84,17 @@ class VirtualMailbox(Mailbox):
         self.timing.moved_bytes += message.nbytes
         self._process.post(self._office.send, self._rank, destination, message)
 
-    def wait(self, is_over: Callable[[], bool], what: str) -> None:
+    def wait(self, is_over: Callable[[], bool], what: str, *, sender: int) -> None:
         began_s = self._process.catch_up()
-        while not is_over():
-            self._came = Signal()
-            self._process.wait(self._came, lambda: what)
-            self._require_going()
-        self.timing.communication_s += self._process.now_s - began_s
+        try:
+            while not is_over():
+                if sender in self._office.meeting.gone:
+                    raise PeerLost(f"{what} does not come: that rank is gone")
+                self._came = Signal()
+                self._process.wait(self._came, lambda: what)
+                self._require_going()
+        finally:
+            self.timing.communication_s += self._process.now_s - began_s
 
     def take(self, sender: int, message: Tensor) -> None:
         """A message has arrived."""
@@ -94,8 +108,11 @@ class VirtualMailbox(Mailbox):
                 timeline.at(leaves_s, self._office.send, self._rank, receiver, answer)
         except Exception as error:
             self._failure = error
+        self._wake()
+
+    def _wake(self) -> None:
         if self._came.fired_s is None:
-            self._came.fire(timeline)
+            self._came.fire(self._process.timeline)
 
     def abort(self, reason: str) -> None:
         self._failure = self._failure or Aborted(reason)

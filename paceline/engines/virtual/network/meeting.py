@@ -50,7 +50,7 @@ class Operation:
         return math.inf if isinstance(self.error, PeerLost) else self.last_s
 
     def payloads(self) -> list[Any]:
-        """In rank order."""
+        """What the ranks have brought, in their order."""
         return [self.calls[rank].payload for rank in sorted(self.calls)]
 
 
@@ -97,8 +97,19 @@ class Meeting:
         self._parcels: dict[tuple[int, int], deque[Parcel]] = {}
         self._awaited: dict[tuple[int, int], deque[Awaited]] = {}
         self._lost: str | None = None
+        self.gone: set[int] = set()
+        """Ranks from which nothing comes any more."""
+        self.on_lost: list[Callable[[], object]] = []
+        """Called when a rank is gone, or others join."""
         self.met_s = timeline.now_s
         """When all last came to an operation."""
+        self.sent_s: dict[int, float] = {}
+        """When each rank's last message to a mailbox was sent."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is over: a rank is gone, or others join."""
+        return self._lost is not None
 
     # --- collective operations ----------------------------------------------------------------------------------
 
@@ -134,10 +145,13 @@ class Meeting:
         assert operation.exchange is not None
         operation.exchange.join(rank)
 
-    def lose(self, reason: str) -> None:
-        """A rank is gone, or takes no further part. What all have come to is completed by all that are left, and
-        nothing else: so either all have a result or nobody has. Messages that have not come do not come any more."""
+    def lose(self, reason: str, *, rank: int | None = None) -> None:
+        """A rank is gone, or takes no further part, or another is to join. What all have come to is completed by all
+        that are left, and nothing else: so either all have a result or nobody has. Messages that have not come do not
+        come any more."""
         self._lost = reason
+        if rank is not None:
+            self.gone.add(rank)
         for operation in self._operations.values():
             if len(operation.calls) < self.size and operation.error is None:
                 operation.error = PeerLost(reason)
@@ -145,6 +159,8 @@ class Meeting:
         for places in self._awaited.values():
             while places:
                 self._give_up(places.popleft(), reason)
+        for told in self.on_lost:
+            told()
 
     def _break_off(self, operation: Operation) -> None:
         for call in operation.calls.values():
@@ -163,6 +179,10 @@ class Meeting:
         operation = self._operations.get(number)
         came = operation.calls if operation is not None else ()
         return [rank for rank in range(self.size) if rank not in came]
+
+    def note_message(self, rank: int) -> None:
+        """This rank has sent one to a mailbox."""
+        self.sent_s[rank] = self._timeline.now_s
 
     # --- messages between two ranks -----------------------------------------------------------------------------
 

@@ -65,7 +65,6 @@ class Fleet:
         self._away.add(host)
         self._coming -= set(self._roll.living)
         now_s = self._timeline.now_s
-        uncommitted_s = now_s - self._roll.meeting.met_s
         for rank in self._on(host, (*self._roll.living, *self._coming)):
             if not self._kill(rank):
                 continue
@@ -75,7 +74,7 @@ class Fleet:
                 self._event("not_joined", f"worker-{rank}", why=f"{self._names[host]} is gone")
                 self._roll.end(rank)
                 continue
-            self._ledger.lost_steps_s += uncommitted_s
+            self._ledger.lost_steps_s += now_s - self._roll.committed_s(rank)
             self._event("lost", f"worker-{rank}", host=self._names[host], virtual_time_s=now_s)
             self._dead.add(rank)
             self._timeline.at(now_s + self._elastic.deadline_s, self._miss, rank, now_s)
@@ -115,7 +114,7 @@ class Fleet:
             self._timeline.at(self._timeline.now_s + self._cluster.recovery.start_s, self._start, rank)
 
     def end(self, rank: int) -> None:
-        """Its program is over."""
+        """The worker's program is over."""
         self._ledger.ends(rank, self._timeline.now_s)
         self._coming.discard(rank)
         self._roll.end(rank)

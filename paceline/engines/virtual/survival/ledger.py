@@ -18,7 +18,7 @@ class Ledger:
     worker_s: float = 0.0
     cost: float = 0.0
     _there: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Since when, and at which price a second."""
+    """By rank: since when it is there, and its price a second."""
     _coming: dict[int, float] = field(default_factory=dict)
 
     def begins(self, rank: int, now_s: float, *, price_per_hour: float, joins: bool = False) -> None:

@@ -1,21 +1,24 @@
 """A simulated worker in whose world others come, leave and die: it says so, hears who goes on, and meets them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol, final
+from typing import Any, Protocol, TypeVar, final
 
 from paceline.comm.base import Collective, Timing
-from paceline.elastic import Member, StaleEpoch
+from paceline.elastic import Done, Lane, LaneBatch, Member, StaleEpoch
 from paceline.engines.virtual.network.collective import VirtualCollective
 from paceline.engines.virtual.network.meeting import Meeting
 from paceline.engines.virtual.process import Process
 from paceline.engines.virtual.survival.roll import Answer, Roll
 from paceline.errors import BudgetReached
+from paceline.membership import Membership
 from paceline.messages import Raw
 from paceline.strategies.regrouping import Formed
+
+T = TypeVar("T")
 
 
 class Connect(Protocol):
@@ -25,7 +28,7 @@ class Connect(Protocol):
 
 @final
 class VirtualReforming:
-    """Implements `Regrouping` over the timeline.
+    """Implements `Regrouping` over the timeline, and `LaneKeeper` where workers take their own steps.
 
     Args:
         host_of: of each rank.
@@ -63,6 +66,7 @@ class VirtualReforming:
         write(path)
         num_bytes = float(path.stat().st_size)
         for rank in to:
+            self._process.post(self._roll.give, member.rank, rank)
             arrive = partial(self._roll.offer, member.rank, rank, member.membership.epoch, path)
             self._process.post(self._send, self._host_of(member.rank), self._host_of(rank), num_bytes, arrive)
 
@@ -77,6 +81,38 @@ class VirtualReforming:
     def leave(self, rank: int) -> None:
         self._process.post(self._roll.leave, rank)
         self._process.settle()
+
+    def begin(self, rank: int, *, epoch: int) -> Lane | None:
+        return self._asked(partial(self._roll.book.begin, rank, epoch=epoch))
+
+    def next_left_over(self, rank: int, *, epoch: int, none: LaneBatch | None = None) -> LaneBatch | None:
+        return self._asked(partial(self._roll.book.next_left_over, rank, epoch=epoch, none=none))
+
+    def give_back(self, rank: int, rest: LaneBatch) -> None:
+        self._process.post(self._roll.book.give_back, rank, rest)
+
+    def gone(self, rank: int, done: Done) -> None:
+        self._process.post(self._roll.gone, rank, done)
+
+    def enter(self, member: Member) -> Membership:
+        ranks = self._asked(partial(self._roll.enter, member.report()))
+        if ranks is None:
+            raise StaleEpoch(f"the others have met without rank {member.rank}")
+        self.joins = False
+        return Membership(member.membership.epoch, ranks)
+
+    def lanes(self) -> Mapping[str, Any]:
+        return self._asked(lambda: self._roll.book.plain)
+
+    def resume(self, lanes: Mapping[str, Any]) -> None:
+        self._asked(partial(self._roll.book.resume, lanes))
+
+    def _asked(self, ask: Callable[[], T]) -> T:
+        """What is said when the timeline has come to this worker's time."""
+        self._process.settle()
+        said = ask()
+        self._process.post(self._roll.hand_over_all)  # what others wait for may be so now
+        return said
 
     def __call__(self, member: Member, last_result: Callable[[], Sequence[Raw]]) -> Formed:
         process, timing = self._process, self._collective.timing

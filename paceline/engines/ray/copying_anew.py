@@ -1,0 +1,113 @@
+"""Where a key range has lost a copy, another server is given one."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, final
+
+import ray
+from ray.exceptions import RayError
+
+from paceline.engines.ray.controller import Controller
+from paceline.engines.ray.members import last_line
+from paceline.server.chains import Chain, Chains, from_body
+
+_ATTEMPTS = 5
+_AGAIN_S = 1.0
+"""How long to wait after an attempt that failed: what was in the way, such as a worker that is just being let go, is
+mostly gone by then."""
+
+
+class _Building(NamedTuple):
+    chain: Chain
+    """With the newcomer, who is told how to build what is to become its copy."""
+    future: Any
+    since_s: float
+
+
+@final
+class CopyingAnew:
+    """Sees to one key range after another. A server that already has other key ranges gets the copy; what it cannot get
+    is named, and the run goes on with the copies that are left.
+
+    Args:
+        chains: as they are.
+        change: has one of them be so from here on.
+        say: shows a line where the run was started.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        *,
+        chains: Callable[[], Chains],
+        change: Callable[[Chain], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._controller, self._chains, self._change, self._say = controller, chains, change, say
+        self._building: _Building | None = None
+        self._since_s: dict[int, float] = {}  # by key range that has a newcomer
+        self._failures: Counter[tuple[int, tuple[int, ...]]] = Counter()  # by key range, and who has copies of it
+        self._not_before_s = 0.0
+
+    def turn(self, servers: Mapping[str, Any]) -> None:
+        """To be called while all key ranges are served. `servers`: the actors of those that live."""
+        self._hear()
+        if self._building is None:
+            self._begin(servers)
+        elif ray.wait([self._building.future], timeout=0)[0]:
+            self._end_building(self._building)
+
+    def _begin(self, servers: Mapping[str, Any]) -> None:
+        if not self._chains().dead or time.monotonic() < self._not_before_s:
+            return
+        for chain in self._chains().lacking():
+            newcomer, last = f"server-{chain.newcomer}", f"server-{chain.servers[-1]}"
+            if self._failures[chain.key_range, chain.servers] < _ATTEMPTS and newcomer in servers and last in servers:
+                spec = servers[last].spec_of.remote(chain.key_range)  # goes to the newcomer, and is not read here
+                future = servers[newcomer].replicate_anew.remote(spec, chain)
+                self._building = _Building(chain, future, time.monotonic())
+                return
+
+    def _end_building(self, building: _Building) -> None:
+        chain, _, self._since_s[building.chain.key_range] = building
+        self._building = None
+        try:
+            ray.get(building.future)
+        except RayError as error:
+            self._fail(chain, last_line(error))
+            return
+        if self._chains().chains[chain.key_range] == replace(chain, newcomer=None):  # else it has changed meanwhile
+            self._controller.event("copying", f"server-{chain.newcomer}", key_range=chain.key_range)
+            self._change(chain)
+
+    def _hear(self) -> None:
+        """Take in what has become of newcomers."""
+        while self._controller.copied:
+            body = self._controller.copied.popleft()
+            told, why_not = from_body(body), str(body.get("why_not"))
+            chain = self._chains().chains[told.key_range]
+            if (chain.newcomer, chain.servers[-1:]) != (told.newcomer, told.servers[-1:]):
+                continue  # one of the two has died since
+            if why_not:
+                self._change(replace(chain, newcomer=None))
+                self._fail(chain, why_not)
+            else:
+                self._change(chain.extended())
+                self._tell_of(chain.extended())
+
+    def _tell_of(self, chain: Chain) -> None:
+        server, took_s = chain.servers[-1], time.monotonic() - self._since_s[chain.key_range]
+        copies = len(chain.servers)
+        self._controller.event("copied", f"server-{server}", key_range=chain.key_range, copies=copies, took_s=took_s)
+        self._say(
+            f"server {server} has key range {chain.key_range} copied, {took_s:.2f} s later; copies of it: {copies}"
+        )
+
+    def _fail(self, chain: Chain, why: str) -> None:
+        self._failures[chain.key_range, chain.servers] += 1
+        self._not_before_s = time.monotonic() + _AGAIN_S
+        self._controller.event("not_copied", f"server-{chain.newcomer}", key_range=chain.key_range, why=why)
+        if self._failures[chain.key_range, chain.servers] == _ATTEMPTS:
+            self._say(f"server {chain.newcomer} gets no copy of key range {chain.key_range}: {why}; the run goes on")

@@ -1,0 +1,76 @@
+"""What rows of tables cost on the virtual engine besides what passes the links, worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from paceline.cluster.description import Communication, Servers
+from paceline.nn import ShardedEmbedding
+from paceline.training.worker import Worker
+from tests.conformance.rows import loader_of, problem
+from tests.conformance.virtual_cluster import cluster_of, run
+
+NUM_KEYS, DIM, NUM_STEPS = 100, 8, 12
+RATE = 1e6
+"""Bytes a second, at which rows take most of the time."""
+WORKER_S, SERVER_S = 1e-3, 2e-3
+
+
+class Looking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = ShardedEmbedding(1000, DIM, optimizer="sgd:lr=0.1", name="rows")
+        self.last = nn.Linear(DIM, 1)
+
+    def forward(self, keys: Tensor) -> Tensor:
+        found: Tensor = self.last(self.rows(keys)).mean()
+        return found
+
+
+def looking(worker: Worker, out: Path) -> None:
+    """Every worker has the same keys in each step."""
+    model = Looking()
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=1e-3), loader_of(problem()))
+    while True:
+        for _ in loader:
+            optimizer.zero_grad()
+            model(torch.arange(NUM_KEYS)).backward()
+            optimizer.step()
+
+
+def step_s(out: Path, workers: int, *, costs: bool) -> float:
+    cluster = cluster_of()
+    rate = RATE if costs else 1e15
+    cluster = replace(cluster, hosts=tuple(replace(host, row_gbyte_per_s=rate / 1e9) for host in cluster.hosts))
+    if costs:
+        communication, servers = Communication(request_us=WORKER_S * 1e6), Servers(request_us=SERVER_S * 1e6)
+        cluster = replace(cluster, communication=communication, servers=servers)
+    options = {"combine": "never"}
+    result = run(looking, out, "ps-bsp", workers, cluster=cluster, max_steps=NUM_STEPS, options=options)
+    own = [step.time_s for step in result.steps if step.worker == 0]
+    return (own[-1] - own[1]) / (len(own) - 2)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_step_with_rows(workers: int, tmp_path: Path) -> None:
+    """A worker asks for rows, sends gradients of rows, and pushes those of the model: three requests, which all workers
+    make at the same time. Keys, rows, and gradients with their keys are each picked out by one end and taken by the
+    other; the server joins several workers' gradients of rows, and reads each gradient once for its update, and the
+    row, which it writes. It does one thing at a time, so that a worker which is answered first comes first again."""
+    keys_s, rows_s = 8 * NUM_KEYS / RATE, 4 * DIM * NUM_KEYS / RATE
+    at_workers_s = 3 * WORKER_S + keys_s + rows_s + (keys_s + rows_s)
+    at_server_s = 3 * SERVER_S + (keys_s + rows_s) + (keys_s + rows_s)
+    joining_s = 3 * workers * (keys_s + rows_s) if workers > 1 else 0.0
+    update_s = 3 * rows_s
+    found_s = step_s(tmp_path / "a", workers, costs=True) - step_s(tmp_path / "b", workers, costs=False)
+    if workers == 1:
+        assert found_s == pytest.approx(at_workers_s + at_server_s + update_s, rel=0.001)
+    else:
+        least_s, most_s = (at_workers_s + n * at_server_s + joining_s + update_s for n in (1, workers))
+        assert least_s < found_s <= most_s * 1.001

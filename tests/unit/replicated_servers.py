@@ -1,0 +1,362 @@
+"""Workers and servers with copies in one process, of which servers die after any message."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.layout import TensorSpec, by_group
+from paceline.membership import Membership
+from paceline.messages import Kind, Message
+from paceline.records import UpdateRecord
+from paceline.server.actions import Send, Updated
+from paceline.server.admission import BulkSynchronous, StaleSynchronous
+from paceline.server.chains import Chain, Chains, from_body, to_body
+from paceline.server.client_core import ClientCore
+from paceline.server.conversation import Conversation, hear
+from paceline.server.part_state import states_of
+from paceline.server.ranges import cut
+from paceline.server.replication import Copied, CopyAction, Replication, Said, ToServer
+from paceline.server.server_core import ServerCore
+from paceline.server.spec import OptimizerSpec, Push, ServerSpec
+
+EPOCH, FOREVER, GONE, ATTEMPTS = 1, 10**9, 10**6, 9
+LAYOUT = by_group([TensorSpec("weight", (96,), torch.float32), TensorSpec("bias", (5,), torch.float64)])
+PLAIN = OptimizerSpec(torch.optim.SGD, {"lr": 1.0}, ({"lr": 1.0},), element_wise=True)
+RULES = {
+    "bsp": BulkSynchronous,
+    "ssp": partial(StaleSynchronous, staleness=1),
+    "asp": partial(StaleSynchronous, staleness=math.inf),
+}
+HOSTS = {"one host": ["a", "a", "a"], "three hosts": ["a", "b", "c"], "two hosts": ["a", "a", "b"]}
+NUM_STEPS, NUM_ELEMENTS = 4, 101
+
+
+@dataclass(frozen=True)
+class Death:
+    """A server dies once it has sent so many messages, of which only so many of each way's last ones are lost."""
+
+    server: int
+    num_sent: int
+    num_lost: int
+
+
+class Net:
+    """Workers, servers with copies, and who tells them of deaths. What is sent arrives in any order, except on one
+    way; what was sent to a dead server is lost, and the last of what it has sent may be."""
+
+    num_joiners = 0
+    """Of the workers, the last, who do not take part from the start."""
+    piece_bytes = 128
+    copies_anew = False
+    """Where a chain has lost a server, another one is given a copy, at any time after that. A server only dies while
+    each key range has another copy."""
+
+    def __init__(
+        self,
+        rule: str,
+        *,
+        num_workers: int,
+        hosts: Sequence[str],
+        replicas: int,
+        spec: OptimizerSpec,
+        deaths: Iterable[Death],
+        seed: int,
+        outlives_workers: bool = False,
+        worker_hosts: Sequence[str] = (),
+    ) -> None:
+        self.chains = Chains.first(hosts, replicas=replicas, epoch=EPOCH)
+        self.hosts, self.random = hosts, random.Random(seed)
+        self.deaths: dict[int, Death] = {}
+        self.num_sent: Counter[int] = Counter()
+        """By server, since all began to train."""
+        self.dead: set[int] = set()
+        self.num_copied: Counter[str] = Counter()
+        """New copies, and why there was none."""
+        self.ways: dict[tuple[str, str, int], deque[Any]] = {}
+        self.records: list[UpdateRecord] = []
+        self.talks: dict[int, Conversation] = {}
+        """By worker, if it is about tables, what it asks."""
+        ranges = cut(LAYOUT, num_servers=len(hosts), whole_tensors=False, piece_bytes=self.piece_bytes)
+        members = Membership(EPOCH, tuple(range(num_workers - self.num_joiners)))
+        self.worker_hosts = list(worker_hosts) or [hosts[rank % len(hosts)] for rank in range(num_workers)]
+        self.outlives_workers, is_apart = outlives_workers, len(set(hosts)) > 1
+        self.copies: dict[tuple[int, int], tuple[ServerCore, Replication]] = {}
+        self.specs = [
+            ServerSpec(
+                LAYOUT,
+                pieces,
+                spec,
+                RULES[rule](members),
+                None,
+                outlives_workers=outlives_workers,
+                is_copied_apart=is_apart,
+            )
+            for pieces in ranges
+        ]
+        for chain in self.chains.chains:
+            for server in chain.servers:
+                self.build(server, chain)
+        self.heads = [[chain.head for chain in self.chains.chains] for _ in range(num_workers)]  # as workers know
+        self.buffers = [
+            [torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(2)] for _ in range(num_workers)
+        ]
+        self.clients = [
+            ClientCore(rank=rank, epoch=EPOCH, beside=[self.is_beside(rank, server) for server in self.heads[rank]])
+            for rank in range(num_workers)
+        ]
+        for rank, client in enumerate(self.clients):
+            parameters, gradients = self.buffers[rank]
+            self.ask(
+                rank,
+                client.attach(
+                    LAYOUT,
+                    ranges,
+                    whole=False,
+                    parameters=parameters,
+                    gradients=gradients,
+                    bodies=[{"server": server} for server in self.heads[rank]],
+                ),
+            )
+            self.run()
+            client.attached()
+        self.ask(0, self.clients[0].initialise(iteration=0))
+        self.run()
+        self.deaths = {death.server: death for death in deaths}
+
+    def build(self, server: int, chain: Chain) -> None:
+        core = ServerCore(index=chain.key_range, epoch=chain.epoch)
+        spec = self.specs[chain.key_range]
+        core.configure(replace(spec, rule=spec.rule.for_another_shard()))
+        reach, is_new = partial(self.attach_copy, server, chain.key_range), server == chain.newcomer
+        copy = Replication(core, server=server, chain=chain, reach=reach, is_new=is_new)
+        self.copies[server, chain.key_range] = core, copy
+
+    def talk_of(self, worker: int) -> Conversation:
+        return self.talks.get(worker, self.clients[worker])
+
+    def is_idle(self, worker: int) -> bool:
+        """Whether all that it has asked is answered."""
+        return self.talk_of(worker).is_done and self.clients[worker].is_done
+
+    def is_beside(self, worker: int, server: int) -> bool:
+        return self.worker_hosts[worker] == self.hosts[server]
+
+    def ask(self, worker: int, sends: Iterable[Send]) -> None:
+        for key_range, message in sends:
+            server = self.heads[worker][key_range]
+            self.put(f"w{worker}", f"s{server}", key_range, [bytes(frame) for frame in message.encode()])
+
+    def put(self, source: str, target: str, key_range: int, item: Any) -> None:
+        self.ways.setdefault((source, target, key_range), deque()).append(item)
+
+    def run(self) -> None:
+        while self.deliver_one():
+            pass
+
+    def deliver_one(self) -> bool:
+        ways = [way for way, queue in self.ways.items() if queue]
+        if not ways:
+            return False
+        source, target, key_range = way = self.random.choice(ways)
+        self.take(source, target, key_range, self.ways[way].popleft())
+        return True
+
+    def take(self, source: str, target: str, key_range: int, item: Any) -> None:
+        if target == "launcher":
+            self.restore(key_range, item)
+            return
+        number = int(target[1:])
+        if target[0] == "s" and number in self.dead:
+            return
+        if source == "launcher":
+            self.hear_of(target, item)
+        elif target[0] == "w":
+            if source == f"s{self.heads[number][key_range]}":  # else it has closed that way
+                answer = Message.decode(item, epoch=None)
+                self.ask(number, hear(self.clients[number], self.talk_of(number), key_range, answer))
+        else:
+            self.serve(source, number, key_range, Message.decode(item, epoch=None))
+
+    def serve(self, source: str, server: int, key_range: int, message: Message) -> None:
+        core, copy = self.copies[server, key_range]
+        if message.kind is Kind.ATTACH:
+            worker = int(source[1:])
+            is_beside = self.is_beside(worker, server)
+            parameters, gradients = self.buffers[worker] if is_beside else (None, None)
+            about = core.attach(message, gradients=gradients, parameters=parameters, is_beside=is_beside)
+            answer = core.message(Kind.OK, body=about)
+            told = copy.attached(message, answer) if self.outlives_workers else iter([Send(worker, answer)])
+            self.do(server, key_range, told)
+        else:
+            self.do(server, key_range, copy.receive(message, 0.0))
+
+    def attach_copy(self, server: int, key_range: int, message: Message) -> bool:
+        """As a copy does that another one tells of this worker."""
+        is_beside = self.is_beside(message.sender, server)
+        gradients = self.buffers[message.sender][1] if is_beside else None
+        self.copies[server, key_range][0].attach(message, gradients=gradients, parameters=None, is_beside=is_beside)
+        return True
+
+    def do(self, server: int, key_range: int, actions: Iterator[CopyAction]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                assert action.message.kind is not Kind.ERROR, action.message.body
+                self.put(f"s{server}", f"w{action.to}", key_range, [bytes(frame) for frame in action.message.encode()])
+            elif isinstance(action, ToServer):
+                assert action.to != server
+                frames = [bytes(frame) for frame in action.message.encode()]
+                self.put(f"s{server}", f"s{action.to}", key_range, frames)
+            elif isinstance(action, Said):
+                action.say(action.what)
+            elif isinstance(action, Copied):
+                self.put(f"s{server}", "launcher", key_range, action)
+            elif isinstance(action, Updated):
+                self.records += action.records
+                continue
+            death = self.deaths.get(server)
+            self.num_sent[server] += death is not None
+            if death is not None and self.num_sent[server] >= death.num_sent and server not in self.dead:
+                others = all(chain.without(server).servers for chain in self.chains.chains)
+                if others or not self.copies_anew:
+                    self.kill(death)
+                    return
+
+    def kill(self, death: Death) -> None:
+        self.dead.add(death.server)
+        for (source, _, _), queue in self.ways.items():
+            if source == f"s{death.server}":
+                for _ in range(min(death.num_lost, len(queue))):
+                    queue.pop()
+        self.chains, changed = self.chains.died(death.server)
+        for chain in changed:
+            self.tell(chain)
+            if self.copies_anew:
+                self.put("launcher", "launcher", chain.key_range, None)
+
+    def tell(self, chain: Chain) -> None:
+        self.chains = self.chains.changed(chain)
+        for server in (*chain.servers, chain.newcomer):
+            if server is not None:
+                self.put("launcher", f"s{server}", chain.key_range, to_body(chain))
+
+    def restore(self, key_range: int, copied: Copied | None) -> None:
+        """As the launcher does by and by, and when it hears of a new copy."""
+        chain = self.chains.chains[key_range]
+        if copied is not None:
+            if (chain.newcomer, chain.servers[-1]) != (copied.chain.newcomer, copied.chain.servers[-1]):
+                return
+            self.tell(replace(chain, newcomer=None) if copied.why_not else chain.extended())
+            self.num_copied[copied.why_not] += 1
+            if self.num_copied[copied.why_not] > ATTEMPTS and copied.why_not:
+                return
+        for lacking in self.chains.lacking() if self.copies_anew else ():
+            if lacking.key_range == key_range and lacking.newcomer is not None:
+                self.build(lacking.newcomer, lacking)
+                self.tell(lacking)
+
+    def hear_of(self, target: str, item: Any) -> None:
+        number = int(target[1:])
+        chain = from_body(item)
+        if target[0] == "w":
+            if chain.head not in self.dead and self.heads[number][chain.key_range] != chain.head:
+                self.heads[number][chain.key_range] = chain.head
+                is_beside = self.is_beside(number, chain.head)
+                client = self.clients[number]
+                self.ask(number, client.moved(chain.key_range, epoch=chain.epoch, is_beside=is_beside, body={}))
+            return
+        self.do(number, chain.key_range, self.copies[number, chain.key_range][1].reform(chain))
+        if chain.head == number:
+            for worker in range(len(self.clients)):
+                self.put("launcher", f"w{worker}", chain.key_range, item)
+
+    def train(self, num_steps: int, *, is_exact: bool) -> None:
+        """Each worker pushes so many times, whenever it may, and leaves.
+
+        Args:
+            is_exact: every gradient is a power of two of its own; else it depends on the parameters.
+        """
+        steps, is_asking = [0] * len(self.clients), [False] * len(self.clients)
+
+        def go_on() -> None:
+            for worker, client in enumerate(self.clients):
+                if is_asking[worker] and client.is_done and steps[worker] == num_steps:
+                    client.require_done()
+                    is_asking[worker], steps[worker] = False, GONE
+                if is_asking[worker] and client.is_done:
+                    client.require_done()
+                    reply = client.reply()
+                    assert reply.admitted
+                    assert min(reply.staleness) >= 0
+                    is_asking[worker], steps[worker] = False, steps[worker] + 1
+                if not is_asking[worker] and steps[worker] < num_steps:
+                    parameters, gradients = (LAYOUT.views(buffer) for buffer in self.buffers[worker])
+                    power = 2.0 ** (worker * num_steps + steps[worker])
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                        gradient.copy_(power if is_exact else torch.cos(parameter + power))
+                    groups = ({"lr": 0.1 / (1 + steps[worker])},) if not is_exact and worker == 0 else None
+                    self.ask(worker, client.exchange(Push(pause_at=FOREVER, groups=groups)))
+                    is_asking[worker] = True
+                if not is_asking[worker] and steps[worker] == num_steps:
+                    self.ask(worker, client.leave())
+                    is_asking[worker] = True
+
+        go_on()
+        while self.deliver_one():
+            go_on()
+        assert steps == [GONE] * len(steps), f"{steps}: {[client.due for client in self.clients]}"
+
+    def heads_parameters(self) -> list[list[Tensor]]:
+        return [self.parameters(chain.head, chain.key_range) for chain in self.chains.chains]
+
+    def parameters(self, server: int, key_range: int) -> list[Tensor]:
+        return [tensor for part in self.copies[server, key_range][0].parts for tensor in part.shard.parameters]
+
+    def assert_copies_are_equal(self) -> None:
+        for chain in self.chains.chains:
+            first, *others = [self.copies[server, chain.key_range][0] for server in chain.servers]
+            for other in others:
+                assert other.iteration == first.iteration
+                pairs = zip(states_of(first.parts).items(), states_of(other.parts).items(), strict=True)
+                assert all(name == theirs and torch.equal(own, its) for (name, own), (theirs, its) in pairs)
+                assert all(part.shard.rule.active == set() for part in other.parts)
+            for server in chain.servers:
+                pairs_of_tensors = zip(
+                    self.parameters(chain.head, chain.key_range), self.parameters(server, chain.key_range), strict=True
+                )
+                assert all(torch.equal(own, its) for own, its in pairs_of_tensors)
+
+    def assert_each_gradient_counted(self) -> None:
+        """Each once, in an update of its own, after `train(NUM_STEPS, is_exact=True)` of three workers."""
+        values = torch.cat([parameter.double() for parameters in self.heads_parameters() for parameter in parameters])
+        assert values[values != 0].tolist() == [1.0 - 2.0 ** (3 * NUM_STEPS)] * NUM_ELEMENTS  # and 0 where nothing lies
+        for chain in self.chains.chains:
+            parts = self.copies[chain.head, chain.key_range][0].parts
+            assert [part.shard.iteration for part in parts] == [3 * NUM_STEPS] * len(parts)
+        told = [(record.server, record.worker, record.clock) for record in self.records]
+        assert len(told) == len(set(told))
+
+
+@final
+class Restored(Net):
+    copies_anew = True
+
+    def assert_none_is_lacking(self) -> None:
+        left = len(self.hosts) - len(self.dead)
+        for chain in self.chains.chains:
+            assert len(chain.servers) == min(left, self.chains.replicas + 1)
+            assert chain.newcomer is None
+
+
+DEATHS = st.builds(Death, st.integers(0, 2), st.integers(1, 50), st.integers(0, 3))
+TWO_DEATHS = st.lists(DEATHS, min_size=2, max_size=2, unique_by=lambda death: death.server)
+PLACES, SEEDS = st.sampled_from(sorted(HOSTS)), st.integers(0, 2**32)

@@ -89,8 +89,8 @@ def test_max_time_ends_the_run_for_all(row: Row, tmp_path: Path) -> None:
     """Nothing else would end it."""
     max_time_s = short_s()
     result = row.run(partial(train_for_long, max_epochs=10**9), tmp_path, max_time_s=max_time_s)
-    # Any worker's clock ends it, and clocks differ by some microseconds.
-    assert result.training_time_s >= max_time_s - 0.001
+    # Any worker's clock ends it, and clocks begin one after another: by milliseconds where cores are busy.
+    assert result.training_time_s >= 0.8 * max_time_s
     if row.is_deterministic:
         assert len({len(steps_of(result, worker)) for worker in range(row.workers)}) == 1
 

@@ -4,7 +4,7 @@ Sans-IO: whoever carries messages calls it, gives it the time, and does what it 
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.codec import TensorCodec
+from paceline.elastic.lanes import Done
 from paceline.messages import (
     ALL_SHARDS,
     APART,
@@ -294,9 +295,31 @@ class ServerCore:
     @property
     def is_quiet(self) -> bool:
         """Whether all workers are beside, and those who have all tensors could go on without this server."""
-        are_beside = len(self._clients) > 0 and all(client.is_beside for client in self._clients.values())
-        is_complete = are_beside and self._spec is not None and len(self._clients) == self._spec.rule.members.size
-        return is_complete and not self._tables.has_waiting and all(part.shard.is_quiet for part in self.parts)
+        active, clients = self.active, self._clients
+        are_here = self._gone.isdisjoint(active) and all(rank in clients and clients[rank].is_beside for rank in active)
+        # Who dies takes rows back with a push that does not count, of which this server has to know.
+        has_rows = self._tables.has_waiting or (self._outlives_workers and self._tables.are_open)
+        return bool(active) and are_here and not has_rows and all(part.shard.is_quiet for part in self.parts)
+
+    @property
+    def active(self) -> Collection[int]:
+        """Workers that take part."""
+        return self.parts[-1].shard.rule.active if self.parts else ()
+
+    def served_themselves(self, counted: Mapping[int, tuple[int, Done]]) -> None:
+        """Workers have updated the shards, which are this server's again.
+
+        Args:
+            counted: of those that have pushed: the clock of the last gradient that counts here, and what the worker had
+                done then.
+        """
+        if not self._outlives_workers:
+            return
+        for worker, (clock, done) in counted.items():
+            body = {"done": list(done)}
+            self._pushes.count(Message(Kind.EXCHANGE, self.epoch, sender=worker, clock=clock, body=body))
+            for part in self.parts:
+                part.shard.counted(worker, clock)
 
     def decode_s(self, message: Message) -> float:
         """How long a core decodes a worker's push, where time is simulated."""

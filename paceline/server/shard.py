@@ -233,11 +233,10 @@ class Shard:
     def is_quiet(self) -> bool:
         """Whether all that there is to know is each worker's clock: nobody waits, none is to stop or to end, and every
         worker's next gradient would be applied alike."""
-        are_alike = all(groups == self._in_force for _, groups in self._groups.values()) and (
-            len(self._groups) == self.rule.members.size or self._in_force == self._initial
-        )
+        unset = (0, self._initial)
+        are_alike = all(self._groups.get(worker, unset)[1] == self._in_force for worker in self.rule.active)
         is_idle = not (self._waiting or self._given or self._kept or self._stop or self._is_over())
-        return is_idle and are_alike and len(self.rule.active) == self.rule.members.size
+        return is_idle and are_alike and not self.rule.begins
 
     def clocks(self) -> dict[int, tuple[int, int]]:
         """Of each worker its clock, and the iteration at which it last got parameters."""
@@ -249,6 +248,12 @@ class Shard:
         self.iteration = iteration
         self.rule.resume({worker: clock for worker, (clock, _) in clocks.items()})
         self._pulled_at = {worker: pulled_at for worker, (_, pulled_at) in clocks.items()}
+
+    def counted(self, worker: int, clock: int) -> None:
+        """The worker's contribution for this clock counts, without a push. It pushes again if other servers lack it,
+        which an update of all workers may."""
+        if self.rule.needs_all:
+            self._copied[worker] = clock, 0
 
     def repeat(self, closed: Closed) -> None:
         """Do what another copy of this shard has done, in the same order."""

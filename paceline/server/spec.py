@@ -79,8 +79,8 @@ class Push(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is nothing but a gradient."""
-        return not (self.void or self.stop or self.groups or self.sender is not None or self.done) and (
+        """Whether it is nothing but a gradient, and what the worker has done."""
+        return not (self.void or self.stop or self.groups or self.sender is not None or self.share) and (
             self.weight == 1.0 and self.kind == "gradient"
         )
 

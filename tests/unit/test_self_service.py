@@ -1,139 +1,32 @@
 """Workers that serve themselves from a lent shard: the server's own numbers, and a whole shard whoever is killed."""
 
-import math
 import multiprocessing
 import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from paceline.comm.servers.lending import Lending, can_lend
-from paceline.comm.servers.loan import Loan
-from paceline.comm.servers.self_service import SelfService, SelfServices
 from paceline.comm.servers.service import ParameterService
 from paceline.comm.shared_memory import mutex
 from paceline.comm.shared_memory.block import SharedBlock
 from paceline.comm.shared_memory.mutex import MUTEX_BYTES, RobustMutex
 from paceline.comm.wire import Keys
-from paceline.layout import TensorSpec, by_group
-from paceline.membership import Membership
-from paceline.messages import Kind, Message
 from paceline.records import NullReporter
-from paceline.server.actions import Send
-from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
 from paceline.server.chains import Chains
-from paceline.server.closing import Applied
 from paceline.server.part import Part
 from paceline.server.ranges import cut
-from paceline.server.server_core import ServerCore
 from paceline.server.spec import OptimizerSpec, Push, ServerSpec
+from tests.unit.lent_shards import ADAM, FOREVER, LAYOUT, SGD, Rule, Site, asp, bsp
 from tests.unit.server_groups import EPOCH, attached
 
-SGD = OptimizerSpec(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, ({"lr": 0.1}, {"lr": 0.02}), element_wise=True)
-ADAM = OptimizerSpec(torch.optim.Adam, {"lr": 0.1}, ({"lr": 0.1}, {"lr": 0.02}), element_wise=True)
-LAYOUT = by_group([TensorSpec("weight", (40, 9), torch.float32, 0), TensorSpec("bias", (7,), torch.float32, 1)])
-FOREVER = 10**9
 FORKS = multiprocessing.get_context("fork")  # children share the memory, and the test's functions
-
-
-Rule = Callable[[int], AdmissionRule]
-
-
-class Site:
-    """Servers' cores, and the workers on their host."""
-
-    def __init__(
-        self,
-        rule: Rule,
-        size: int,
-        optimizer: OptimizerSpec = SGD,
-        *,
-        servers: int = 1,
-        max_updates: int | None = None,
-    ) -> None:
-        ranges = cut(LAYOUT, num_servers=servers, whole_tensors=False)
-        specs = [ServerSpec(LAYOUT, pieces, optimizer, rule(size), max_updates) for pieces in ranges]
-        assert all(map(can_lend, specs))
-        self.cores = [ServerCore(index=index, epoch=1) for index in range(servers)]
-        self.gradients = [SharedBlock.create(LAYOUT.num_bytes) for _ in range(size)]
-        self.parameters = [torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(size)]
-        for rank in range(size):
-            self.gradients[rank].tensor.view(torch.float32).copy_(torch.arange(LAYOUT.num_bytes // 4) * (rank + 1) / 7)
-        for core, spec in zip(self.cores, specs, strict=True):
-            core.configure(spec)
-            for rank in range(size):
-                message = Message(Kind.ATTACH, 1, sender=rank)
-                memory = {"gradients": self.gradients[rank].tensor, "parameters": self.parameters[rank]}
-                core.attach(message, **memory, is_beside=True)
-        self.ask(Message(Kind.INITIALISE, 1))
-        self.lendings = list(map(Lending, specs))
-        blocks = [SharedBlock.open(lending.address) for lending in self.lendings]
-        self.each = [
-            [
-                SelfService(
-                    Loan(block.tensor, LAYOUT, pieces, size),
-                    worker=rank,
-                    pieces=pieces,
-                    parameters=[piece.view(LAYOUT, self.parameters[rank]) for piece in pieces],
-                    spec=optimizer,
-                    open_gradients=lambda _, pieces=pieces: [
-                        [piece.view(LAYOUT, own.tensor) for piece in pieces] for own in self.gradients
-                    ],
-                )
-                for block, pieces in zip(blocks, ranges, strict=True)
-            ]
-            for rank in range(size)
-        ]
-        self.workers = list(map(SelfServices, self.each))
-
-    def ask(self, message: Message) -> list[Message]:
-        """Of all servers."""
-        said = [action for core in self.cores for action in core.receive(message, 0.0)]
-        return [action.message for action in said if isinstance(action, Send)]
-
-    def push_by_message(self, rank: int, clock: int) -> list[Message]:
-        return self.ask(Message(Kind.EXCHANGE, 1, sender=rank, clock=clock, pause_at=FOREVER))
-
-    def step_by_message(self, clock: int) -> None:
-        for rank in range(len(self.workers)):
-            self.push_by_message(rank, clock)
-
-    def lend(self) -> None:
-        for core, lending in zip(self.cores, self.lendings, strict=True):
-            assert core.is_quiet
-            lending.lend(core.parts, [astuple(own.address) for own in self.gradients])
-
-    def take_back(self) -> list[Applied]:
-        """What the first server is told."""
-        first, *_ = [lending.take_back(core.parts) for core, lending in zip(self.cores, self.lendings, strict=True)]
-        return first
-
-    @property
-    def shard(self) -> list[Tensor]:
-        """All that the servers' shards hold."""
-        parts = [part for core in self.cores for part in core.parts]
-        own = [tensor for part in parts for tensor in part.shard.parameters]
-        states = [part.shard.optimizer.state.values() for part in parts]
-        return [*own, *(value for some in states for state in some for value in state.values())]
-
-    @property
-    def clocks(self) -> list[object]:
-        return [part.shard.clocks() for core in self.cores for part in core.parts]
-
-
-def bsp(size: int) -> AdmissionRule:
-    return BulkSynchronous(Membership.first(size))
-
-
-def asp(size: int) -> AdmissionRule:
-    return StaleSynchronous(Membership.first(size), staleness=math.inf)
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -189,7 +82,7 @@ def test_a_push_is_over_when_all_servers_shards_have_it() -> None:
     for each in site.each[1]:  # as the second worker does, who is slow
         assert not first.is_over
         assert each.may_push()
-        each.push()
+        each.push(None)
     assert first.is_over
     served = first.take()
     assert served is not None
@@ -317,7 +210,7 @@ def test_servers_lend_where_their_worker_borrows(are_here: tuple[bool, ...], mon
     """Which it does where all servers are on its host: a push is for all of them, or for none."""
     lend, lent = Lending.lend, []
 
-    def noted(lending: Lending, parts: Sequence[Part], gradients: Sequence[Sequence[int]]) -> None:
+    def noted(lending: Lending, parts: Sequence[Part], gradients: Mapping[int, Sequence[int]]) -> None:
         lent.append(lending)
         lend(lending, parts, gradients)
 

@@ -10,7 +10,7 @@ from paceline.layout import Layout
 from paceline.server.actions import Send
 from paceline.server.client_core import ClientCore
 from paceline.server.conversation import Conversation
-from paceline.server.spec import OptimizerSpec, Reply
+from paceline.server.spec import OptimizerSpec, Push, Reply
 
 
 class Turn(NamedTuple):
@@ -58,8 +58,8 @@ class Carrier(ABC):
     ) -> None:
         """What each server said of itself."""
 
-    def serve_itself(self, client: ClientCore) -> Turn | None:
-        """Push without a message, if the server lets workers do so now."""
+    def serve_itself(self, client: ClientCore, push: Push) -> Turn | None:
+        """Push without a message, if the server lets workers do so now. The push must be plain."""
         return None
 
     @abstractmethod

@@ -111,6 +111,11 @@ class ServerGroup(Store):
         if self._joins is None:
             self._initialise(iteration=0)
 
+    @property
+    def clock(self) -> int:
+        """What this worker pushes next belongs to."""
+        return self._client.clock
+
     def expect_alike(self) -> None:
         if self._carrier.is_all_beside:  # else one may have its answer while another's is on its way
             self._standing = self._collective.standing
@@ -119,7 +124,7 @@ class ServerGroup(Store):
         self._client.encode(push)
         self._carrier.standing = self._standing  # what else servers are asked for, they may take their time for
         try:
-            turn = self._carrier.serve_itself(self._client) if push.is_plain else None
+            turn = self._carrier.serve_itself(self._client, push) if push.is_plain else None
             if turn is None:
                 reply = self._timed(self._client.exchange(push))
             else:

@@ -138,8 +138,7 @@ class Holding:
             is_of_copy = message.kind in (Kind.REPLICATE, Kind.REPLICATED)
             if is_of_copy or identity != self.identity_of(message.sender):
                 raise WireError(f"refused a message for worker {message.sender} from {identity!r}")
-            if self._lending is not None:
-                self._report(self._lending.take_back(self.core.parts))
+            self._take_back()
             if message.kind is Kind.ATTACH:
                 answer = self._attach(message)
                 self._do(self._told_of(message, answer))
@@ -148,17 +147,19 @@ class Holding:
             self._send(identity, self.core.failure(error))
             return
         self._do((self._replication or self.core).receive(message, time.perf_counter()))
-        is_plain = message.kind is Kind.EXCHANGE and not message.flags and not message.body
+        is_plain = message.kind is Kind.EXCHANGE and not message.flags and message.body.keys() <= {"done"}
         if self._lending is not None and is_plain and self.core.is_quiet:
-            workers = [self.neighbours[self.identity_of(rank)] for rank in range(len(self.neighbours))]
-            if all(worker.borrows for worker in workers):
-                self._lending.lend(self.core.parts, [worker.gradients for worker in workers])
+            workers = {rank: self.neighbours[self.identity_of(rank)] for rank in sorted(self.core.active)}
+            if all(worker.borrows for worker in workers.values()):
+                gradients = {rank: worker.gradients for rank, worker in workers.items()}
+                self._lending.lend(self.core.parts, gradients)
 
     def part_with(self, worker: int, say: Say) -> None:
         """Do what `ServerCore.part_with` does, and say its answer once all copies have it.
 
         The three methods below say theirs likewise.
         """
+        self._take_back()
         if self._replication is None:
             say(self.core.part_with(worker))
         else:
@@ -166,6 +167,7 @@ class Holding:
 
     def let_go(self, worker: int, counts: Message | None, say: Say) -> None:
         """As `ServerCore.let_go`. The worker's memory stays, since what it has given may be read yet."""
+        self._take_back()
         now_s = time.perf_counter()
         if self._replication is None:
             self._do(self.core.let_go(worker, counts, now_s))
@@ -175,6 +177,7 @@ class Holding:
 
     def expect(self, worker: int, say: Say) -> None:
         """Do what `ServerCore.expect` does."""
+        self._take_back()
         if self._replication is None:
             say(self.core.expect(worker))
         else:
@@ -182,6 +185,7 @@ class Holding:
 
     def let_in(self, worker: int, clock: int, say: Say) -> None:
         """Has the core let the worker in, and sends what it answers."""
+        self._take_back()
         now_s = time.perf_counter()
         if self._replication is None:
             self._do(self.core.let_in(worker, clock, now_s))
@@ -243,6 +247,13 @@ class Holding:
         elif self._send_on is not None:
             self._send_on(self.core.index, action.to, action.message)
 
+    def _take_back(self) -> None:
+        """Whatever is to be done by this server, its shards are to be here."""
+        if self._lending is not None:
+            returned = self._lending.take_back(self.core.parts)
+            self.core.served_themselves(returned.counted)
+            self._report(returned.applied)
+
     def _report(self, applied: Sequence[Applied]) -> None:
         for one in applied:
             self._reporter.emit(UpdateRecord(self.core.index, one.iteration, one.worker, one.clock, one.staleness))
@@ -292,7 +303,8 @@ class Holding:
                 for name in ("gradients", "parameters")
             )
             line = ServerLine(_address(message.body.get("line"), least_bytes=LINE_BYTES))
-            borrows = message.body.get("borrows") is True
+            has_place = self._lending is not None and message.sender < self._lending.num_places
+            borrows = has_place and message.body.get("borrows") is True
             self.neighbours[identity] = Neighbour(line, (gradients, parameters), astuple(gradients.address), borrows)
             about = self.core.attach(
                 message,
@@ -302,8 +314,8 @@ class Holding:
             )
             if self._shared is not None:
                 about["parameters"] = astuple(self._shared.address)
-            if self._lending is not None:
-                about["loan"] = astuple(self._lending.address)
+            if self._lending is not None and has_place:
+                about["loan"] = {"address": astuple(self._lending.address), "num_places": self._lending.num_places}
         return self.core.message(Kind.OK, body=about)
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -20,12 +20,26 @@ from paceline.comm.servers.loan import (
 )
 from paceline.comm.shared_memory import mutex
 from paceline.comm.shared_memory.block import BlockAddress, SharedBlock
+from paceline.elastic.lanes import Done
 from paceline.messages import FRAME_BYTES
 from paceline.server.closing import Applied
 from paceline.server.optimizer import STEPS_IN_PLACE
 from paceline.server.part import Part
 from paceline.server.part_state import states_of
 from paceline.server.spec import ServerSpec
+
+_PLACES = 256
+"""For workers that have joined and died since the run began, where it is elastic. One that comes after so many talks to
+the servers, which lend nothing while it is there."""
+
+
+class Returned(NamedTuple):
+    """What workers have done with what was lent to them."""
+
+    applied: list[Applied]
+    """The gradients applied since they were last looked for."""
+    counted: Mapping[int, tuple[int, Done]]
+    """By worker that has pushed: the clock of its last gradient that counts, and what it had done then."""
 
 
 def can_lend(spec: ServerSpec) -> bool:
@@ -35,8 +49,7 @@ def can_lend(spec: ServerSpec) -> bool:
     is_small = layout.num_bytes <= FRAME_BYTES
     is_plain = spec.rule.is_plain and spec.aggregator == MEAN and optimizer.optimizer_class in STEPS_IN_PLACE
     is_single_or_double = all(segment.dtype in (torch.float32, torch.float64) for segment in layout.segments)
-    is_lasting = not spec.outlives_workers
-    return is_lasting and mutex.IS_AVAILABLE and is_cut and is_small and is_plain and is_single_or_double
+    return mutex.IS_AVAILABLE and is_cut and is_small and is_plain and is_single_or_double
 
 
 @final
@@ -44,12 +57,13 @@ class Lending:
     """Lends the shards of a server of this spec, which answers for all of them at once."""
 
     def __init__(self, spec: ServerSpec) -> None:
-        num_workers = spec.rule.members.size
+        self.num_places = max(spec.rule.members.size, _PLACES if spec.outlives_workers else 0)
         self._spec = spec
-        self._block = SharedBlock.create(loan_bytes(spec.layout, num_workers))
+        self._block = SharedBlock.create(loan_bytes(spec.layout, self.num_places))
         mutex.prepare(self._block.tensor.data_ptr())
-        self._loan = Loan(self._block.tensor, spec.layout, spec.pieces, num_workers)
+        self._loan = Loan(self._block.tensor, spec.layout, spec.pieces, self.num_places)
         self._num_loans = 0
+        self._borrowers: Sequence[int] = ()
 
     @property
     def address(self) -> BlockAddress:
@@ -60,11 +74,11 @@ class Lending:
         """Which workers had reached when the shards were last theirs."""
         return self._loan.iteration
 
-    def lend(self, parts: Sequence[Part], gradients: Sequence[Sequence[int]]) -> None:
+    def lend(self, parts: Sequence[Part], gradients: Mapping[int, Sequence[int]]) -> None:
         """The quiet shards are the workers' from now on, unless hyperparameters are no plain numbers.
 
         Args:
-            gradients: where each worker's lie.
+            gradients: by worker that takes part, where they lie.
         """
         loan, shard = self._loan, parts[-1].shard
         states = states_of(parts)
@@ -74,7 +88,8 @@ class Lending:
             "max_updates": self._spec.max_updates,
             "groups": [settings for _, settings in sorted(_settings_of(parts).items())],
             "states": described,
-            "gradients": gradients,
+            "borrowers": list(gradients),
+            "gradients": list(gradients.values()),
         }
         with loan.lock:
             index = 1 - loan.in_force
@@ -87,32 +102,36 @@ class Lending:
                 lent.copy_(own)
             words = version.words
             words[ITERATION], words[NUM_APPLIED] = shard.iteration, loan.num_told
-            for worker, (clock, pulled_at) in shard.clocks().items():
-                start = loan.starts[worker]
+            clocks = shard.clocks()
+            for worker in gradients:
+                start, (clock, pulled_at) = loan.starts[worker], clocks[worker]
                 words[start + CLOCK], words[start + PULLED_AT], words[start + HAS_PUSHED] = clock, pulled_at, 0
             loan.put_in_force(index)
             self._num_loans += 1
+            self._borrowers = list(gradients)
             loan.number = self._num_loans
 
-    def take_back(self, parts: Sequence[Part]) -> list[Applied]:
-        """The shards are the server's again. Workers whose gradients wait for others push them to the server.
-
-        Returns the gradients applied since they were last looked for.
-        """
+    def take_back(self, parts: Sequence[Part]) -> Returned:
+        """The shards are the server's again. Workers whose gradients wait for others push them to the server."""
         loan = self._loan
         if not loan.number:
-            return []
+            return Returned([], {})
         with loan.lock:
             loan.number = 0
             loan.wake()
         version = loan.versions[loan.in_force]
         for own, lent in self._pairs(parts, states_of(parts), version, json.loads(loan.read_terms())["states"]):
             own.copy_(lent)
-        words = version.words
-        clocks = {worker: (words[at + CLOCK], words[at + PULLED_AT]) for worker, at in enumerate(loan.starts)}
+        words, before, counted = version.words, parts[-1].shard.clocks(), {}
+        clocks = dict(before)
+        for worker in self._borrowers:
+            start = loan.starts[worker]
+            clocks[worker] = clock, _ = words[start + CLOCK], words[start + PULLED_AT]
+            if clock > before[worker][0]:
+                counted[worker] = clock - 1, version.done(start)
         for part in parts:
             part.shard.resume(words[ITERATION], clocks)
-        return loan.take_notes()
+        return Returned(loan.take_notes(), counted)
 
     def look(self) -> list[Applied]:
         """The gradients that workers have applied since this was last asked."""

@@ -9,6 +9,7 @@ in force. So a process that is killed at any moment leaves the shard as it was b
 """
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from paceline.comm.shared_memory import futex
 from paceline.comm.shared_memory.mutex import MUTEX_BYTES, RobustMutex
+from paceline.elastic.lanes import Done
 from paceline.layout import ALIGNMENT_BYTES, Layout
 from paceline.messages import as_bytes
 from paceline.server.closing import Applied
@@ -28,21 +30,24 @@ _TERMS_STOP = _HEAD_BYTES + 16 * 1024
 _NUM_LOGGED = 4096  # gradients applied that the server has yet to hear of
 _LOG_WORDS = len(Applied._fields)
 _LOG_STOP = _TERMS_STOP + 8 * _LOG_WORDS * _NUM_LOGGED
-ITERATION, NUM_APPLIED, WORKERS = range(3)  # 64-bit words of a version, where three for each worker follow:
-CLOCK, PULLED_AT, HAS_PUSHED = range(3)
+ITERATION, NUM_APPLIED, WORKERS = range(3)  # 64-bit words of a version, where some for each worker follow:
+CLOCK, PULLED_AT, HAS_PUSHED, _PUSHED = range(4)
+_DONE_WORDS = len(Done._fields)
+_COUNTED = _PUSHED + _DONE_WORDS
+_WORKER_WORDS = _COUNTED + _DONE_WORDS
 _NUM_PLACES = 4  # of a parameter's size, in a version: itself, and three states of Adam's
 
 
-def loan_bytes(layout: Layout, num_workers: int) -> int:
-    return MUTEX_BYTES + _LOG_STOP + 2 * _version_bytes(layout, num_workers)
+def loan_bytes(layout: Layout, num_places: int) -> int:
+    return MUTEX_BYTES + _LOG_STOP + 2 * _version_bytes(layout, num_places)
 
 
-def _version_bytes(layout: Layout, num_workers: int) -> int:
-    return _words_bytes(num_workers) + _NUM_PLACES * (layout.num_bytes + ALIGNMENT_BYTES * len(layout.segments))
+def _version_bytes(layout: Layout, num_places: int) -> int:
+    return _words_bytes(num_places) + _NUM_PLACES * (layout.num_bytes + ALIGNMENT_BYTES * len(layout.segments))
 
 
-def _words_bytes(num_workers: int) -> int:
-    return _aligned(8 * (WORKERS + 3 * num_workers))
+def _words_bytes(num_places: int) -> int:
+    return _aligned(8 * (WORKERS + _WORKER_WORDS * num_places))
 
 
 def _aligned(num_bytes: int) -> int:
@@ -53,8 +58,8 @@ def _aligned(num_bytes: int) -> int:
 class Version:
     """One of the two: words, then the parameters, laid out like the model, then the optimizer's state."""
 
-    def __init__(self, memory: Tensor, layout: Layout, pieces: KeyRange, num_workers: int) -> None:
-        start = _words_bytes(num_workers)
+    def __init__(self, memory: Tensor, layout: Layout, pieces: KeyRange, num_places: int) -> None:
+        start = _words_bytes(num_places)
         self.words = as_bytes(memory[:start]).cast("q")
         self.parameters = memory[start : start + layout.num_bytes]
         self._states = memory[start + _aligned(layout.num_bytes) :]
@@ -65,6 +70,21 @@ class Version:
         """Have all that the other has, whose states are like these."""
         for own, given in zip(self._used, other._used, strict=True):
             own.copy_(given)
+
+    def pushed(self, start: int, done: Done) -> None:
+        """The worker whose words begin there has done this when what it pushes now counts."""
+        start += _PUSHED
+        self.words[start : start + _DONE_WORDS] = array("q", done)
+
+    def counted(self, start: int) -> None:
+        """What it has pushed last counts."""
+        words, start = self.words, start + _PUSHED
+        words[start + _DONE_WORDS : start + 2 * _DONE_WORDS] = words[start : start + _DONE_WORDS]
+
+    def done(self, start: int) -> Done:
+        """What it has done, by its last push that counts."""
+        start += _COUNTED
+        return Done(*self.words[start : start + _DONE_WORDS])
 
     def states(self, described: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         """The optimizer's state: name, dtype and shape of each tensor, which lie one after the other.
@@ -88,21 +108,21 @@ class Loan:
     Args:
         memory: `loan_bytes` of uint8, which begin with a mutex, else zeroed at first.
         pieces: of the layout, which the server has.
+        num_places: workers of higher ranks have none.
     """
 
-    def __init__(self, memory: Tensor, layout: Layout, pieces: KeyRange, num_workers: int) -> None:
+    def __init__(self, memory: Tensor, layout: Layout, pieces: KeyRange, num_places: int) -> None:
         self.layout, self.lock = layout, RobustMutex(memory.data_ptr())
-        self.starts = range(WORKERS, WORKERS + 3 * num_workers, 3)
+        self.starts = range(WORKERS, WORKERS + _WORKER_WORDS * num_places, _WORKER_WORDS)
         """Where each worker's words begin in a version."""
         memory = memory[MUTEX_BYTES:]
         self._events_address = memory.data_ptr() + 8 * _EVENTS
         raw = as_bytes(memory)
         self._head, self._terms = raw[:_HEAD_BYTES].cast("q"), raw[_HEAD_BYTES:_TERMS_STOP]
         self._log = raw[_TERMS_STOP:_LOG_STOP].cast("q")
-        size = _version_bytes(layout, num_workers)
+        size = _version_bytes(layout, num_places)
         self.versions = [
-            Version(memory[start : start + size], layout, pieces, num_workers)
-            for start in (_LOG_STOP, _LOG_STOP + size)
+            Version(memory[start : start + size], layout, pieces, num_places) for start in (_LOG_STOP, _LOG_STOP + size)
         ]
 
     @property
@@ -113,10 +133,6 @@ class Loan:
     @number.setter
     def number(self, number: int) -> None:
         self._head[_LENT] = number
-
-    @property
-    def num_workers(self) -> int:
-        return len(self.starts)
 
     @property
     def in_force(self) -> int:
@@ -149,7 +165,7 @@ class Loan:
     def has_room(self) -> bool:
         """Whether another gradient of each worker can be noted."""
         num_noted = self.versions[self.in_force].words[NUM_APPLIED] - self._head[_NUM_TOLD]
-        return num_noted + self.num_workers <= _NUM_LOGGED
+        return num_noted + len(self.starts) <= _NUM_LOGGED
 
     def note(self, number: int, applied: Iterable[int]) -> None:
         """A gradient, the `number`th of all, is part of the version to be in force next: the fields of `Applied`."""

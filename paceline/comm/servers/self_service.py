@@ -13,6 +13,8 @@ from torch import Tensor
 from paceline.aggregate import MEAN, Contribution
 from paceline.comm.servers.loan import CLOCK, HAS_PUSHED, ITERATION, NUM_APPLIED, PULLED_AT, Loan, Version
 from paceline.comm.shared_memory import futex
+from paceline.elastic.lanes import Done
+from paceline.errors import PeerLost
 from paceline.server.optimizer import step_of
 from paceline.server.part import build_pieces
 from paceline.server.ranges import KeyRange
@@ -44,7 +46,7 @@ class SelfService:
         loan: shared with the server and all other workers.
         parameters: where this worker wants them, one tensor a piece.
         spec: of the optimizer that the server has, too.
-        open_gradients: gives each worker's, one tensor a piece, where the terms say that they lie.
+        open_gradients: gives each borrower's, one tensor a piece, where the terms say that they lie. Raises PeerLost.
     """
 
     def __init__(
@@ -60,43 +62,42 @@ class SelfService:
         self.loan = loan
         self._worker, self._pieces, self._spec, self._open_gradients = worker, pieces, spec, open_gradients
         self._parameters = list(parameters)
-        self._starts = list(loan.starts)
-        self._own = self._starts[worker]
+        self._own = loan.starts[worker]
         self._text = b""
         self._joins = True  # an update needs every worker's gradient
         self._max_updates = math.inf
-        self._addresses: Sequence[Sequence[int]] = ()  # of each worker's gradients
+        self._starts: dict[int, int] = {}  # of each borrower
+        self._addresses: Sequence[Sequence[int]] = ()  # of the borrowers' gradients
         self._sides: list[_Side] = []
-        self._contributions: list[Contribution] = []  # each worker's
+        self._contributions: dict[int, Contribution] = {}  # each borrower's
         self._sums = [torch.zeros_like(parameter) for parameter in parameters]
         self._number = self._clock = self._pulled_at = 0  # the present loan, and what was so at the last push
         self._served: Served | None = None
 
     def may_push(self) -> bool:
-        """Whether the next push is for this worker itself, not for the server; the lock must be held.
-
-        Raises:
-            PeerLost: a worker's gradients cannot be reached.
-        """
+        """Whether the next push is for this worker itself, not for the server; the lock must be held."""
         loan = self.loan
         if not loan.number or not loan.has_room():
             return False
-        if loan.number != self._number:
-            self._learn()
+        if loan.number != self._number and not self._has_learnt():
+            return False
         return self._sides[loan.in_force].version.words[ITERATION] < self._max_updates
 
-    def push(self) -> None:
+    def push(self, done: Done | None) -> None:
         """Contribute this worker's gradient, which it may; the lock must be held."""
         loan = self.loan
         index = loan.in_force
-        words = self._sides[index].version.words
+        version = self._sides[index].version
+        words = version.words
+        if done is not None:
+            version.pushed(self._own, done)
         self._clock, self._pulled_at = words[self._own + CLOCK], words[self._own + PULLED_AT]
         if not self._joins:
             self._update(index, (self._worker,))
             return
         words[self._own + HAS_PUSHED] = 1
-        if all(words[start + HAS_PUSHED] for start in self._starts):
-            self._update(index, range(loan.num_workers))
+        if all(words[start + HAS_PUSHED] for start in self._starts.values()):
+            self._update(index, list(self._starts))
             loan.wake()
 
     @property
@@ -140,23 +141,33 @@ class SelfService:
             loan.note(words[NUM_APPLIED], (iteration, worker, clock, staleness))
             words[NUM_APPLIED] += 1
             words[start + CLOCK], words[start + PULLED_AT], words[start + HAS_PUSHED] = clock + 1, iteration, 0
+            new.version.counted(start)
         loan.put_in_force(1 - index)
         self._served = self._receive(1 - index)
 
-    def _learn(self) -> None:
-        """The terms of the present loan."""
-        self._number, text = self.loan.number, self.loan.read_terms()
-        if text == self._text:
-            return
-        terms = json.loads(text)
-        self._joins = terms["joins"]
-        self._max_updates = math.inf if terms["max_updates"] is None else terms["max_updates"]
-        if terms["gradients"] != self._addresses:
-            self._addresses = terms["gradients"]
-            gradients = self._open_gradients(self._addresses)
-            self._contributions = [Contribution(rank, 1.0, "gradient", own) for rank, own in enumerate(gradients)]
-        self._sides = [self._side(version, terms) for version in self.loan.versions]
-        self._text = text
+    def _has_learnt(self) -> bool:
+        """Learn the terms of the present loan. Returns whether they are for this worker, and it reaches all others."""
+        text = self.loan.read_terms()
+        if text != self._text:
+            terms = json.loads(text)
+            borrowers, addresses = terms["borrowers"], terms["gradients"]
+            if self._worker not in borrowers:  # others take it for dead
+                return False
+            if addresses != self._addresses:
+                try:
+                    gradients = self._open_gradients(addresses)
+                except PeerLost:  # one that has just died
+                    return False
+                pairs = zip(borrowers, gradients, strict=True)
+                self._contributions = {rank: Contribution(rank, 1.0, "gradient", own) for rank, own in pairs}
+                self._addresses = addresses
+            self._starts = {rank: self.loan.starts[rank] for rank in borrowers}
+            self._joins = terms["joins"]
+            self._max_updates = math.inf if terms["max_updates"] is None else terms["max_updates"]
+            self._sides = [self._side(version, terms) for version in self.loan.versions]
+            self._text = text
+        self._number = self.loan.number
+        return True
 
     def _side(self, version: Version, terms: Mapping[str, Any]) -> _Side:
         layout = self.loan.layout
@@ -176,11 +187,14 @@ class SelfServices:
     def __init__(self, services: Sequence[SelfService]) -> None:
         self._services = services
 
-    def push(self) -> bool:
+    def push(self, done: Done | None = None) -> bool:
         """Contribute this worker's gradient; false, and nothing done, where that is for some server.
 
-        Raises:
-            PeerLost: a worker's gradients cannot be reached.
+        A worker that is killed in the midst may have counted it on some servers. Where they go on without it, the
+        others find it in its memory (`whole_pushes.py`).
+
+        Args:
+            done: what the worker has done when this counts.
         """
         if not all(service.loan.number for service in self._services):
             return False
@@ -190,7 +204,7 @@ class SelfServices:
                 if not service.may_push():
                     return False
             for service in self._services:
-                service.push()
+                service.push(done)
         return True
 
     @property

@@ -27,7 +27,7 @@ from paceline.messages import Kind, Message, Raw
 from paceline.server.actions import Send
 from paceline.server.client_core import ClientCore
 from paceline.server.conversation import Conversation, hear
-from paceline.server.spec import OptimizerSpec, Reply
+from paceline.server.spec import OptimizerSpec, Push, Reply
 
 _ON_LINE = frozenset({Kind.INITIALISE, Kind.EXCHANGE, Kind.COUNT, Kind.WAIT, Kind.PULL, Kind.LEAVE}) | {
     Kind.STEP_ASIDE,
@@ -195,24 +195,23 @@ class SocketCarrier(Carrier):
                 pieces, link.targets = client.targets(index)
                 link.sources = [piece.view(layout, segment.tensor[: layout.num_bytes]) for piece in pieces]
         if self.is_all_beside and all("loan" in about for about in said):
-            addresses = [BlockAddress(*about["loan"]) for about in said]
-            services = [self._borrow(client, layout, spec, *each) for each in enumerate(addresses)]
+            loans = [about["loan"] for about in said]
+            services = [self._borrow(client, layout, spec, *each) for each in enumerate(loans)]
             self._self_services = SelfServices(services)
 
     def _borrow(
-        self, client: ClientCore, layout: Layout, spec: OptimizerSpec, server: int, address: BlockAddress
+        self, client: ClientCore, layout: Layout, spec: OptimizerSpec, server: int, loan: Mapping[str, Any]
     ) -> SelfService:
         pieces, parameters = client.targets(server)
 
         def open_gradients(addresses: Sequence[Sequence[int]]) -> list[list[Tensor]]:
             blocks = [SharedBlock.open(BlockAddress(*numbers)) for numbers in addresses]
-            self._segments += blocks
             return [[piece.view(layout, block.tensor[: layout.num_bytes]) for piece in pieces] for block in blocks]
 
-        block = SharedBlock.open(address)
+        block = SharedBlock.open(BlockAddress(*loan["address"]))
         self._segments.append(block)
         return SelfService(
-            Loan(block.tensor, layout, pieces, self._num_workers),
+            Loan(block.tensor, layout, pieces, loan["num_places"]),
             worker=self._rank,
             pieces=pieces,
             parameters=parameters,
@@ -220,10 +219,12 @@ class SocketCarrier(Carrier):
             open_gradients=open_gradients,
         )
 
-    def serve_itself(self, client: ClientCore) -> Turn | None:
+    def serve_itself(self, client: ClientCore, push: Push) -> Turn | None:
         services = self._self_services
         began_s = time.perf_counter()
-        if services is None or self._abort_reason is not None or client.takes_rows_along or not services.push():
+        if services is None or self._abort_reason is not None or client.takes_rows_along:
+            return None
+        if not services.push(push.done):
             return None
         waited_s = 0.0 if services.is_over else self._wait_for_turn(services)
         served = services.take()

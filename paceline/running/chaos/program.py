@@ -11,14 +11,14 @@ from typing import Any, final
 
 from paceline.comm.servers.group import ServerGroup
 from paceline.comm.servers.line import WorkerLine
+from paceline.comm.servers.self_service import SelfService, SelfServices
 from paceline.comm.servers.sockets import SocketCarrier
 from paceline.engines import striking
 from paceline.engines.ray.reforming import Reforming
 from paceline.engines.scripting import Script, run_program
 from paceline.engines.striking import Places
 from paceline.engines.world import current
-from paceline.server.client_core import ClientCore
-from paceline.server.spec import Push
+from paceline.server.spec import Push, Reply
 from paceline.strategies.base import StepOutcome
 from paceline.strategies.digests import digest
 from paceline.strategies.exchange import Exchange
@@ -59,6 +59,9 @@ UNDER_SERVERS = Places(
         "is in a pause": (Pauses, "meet"),
         "has its gradients": (ServerSynchronizer, "step"),
         "pushes": (ServerGroup, "exchange"),
+        "makes an update": (SelfService, "_update"),
+        "has made one": (SelfService, "_receive"),
+        "waits for others": (SelfServices, "sleep"),
         "asks a server": (WorkerLine, "send"),
         "waits for servers": (SocketCarrier, "_receive_some"),
         "has the parameters": (ServerSynchronizer, "_take"),
@@ -122,7 +125,7 @@ def _alike(survivor: Survivor) -> str:
 def _write_pushes(who: str, num_steps: list[int]) -> None:
     """Which samples each of this worker's gradients is of, by its clock, before any server can have it."""
     path = Path(os.environ[striking.VARIABLE], "pushed", who)
-    fetched, exchange, step = Orders.fetched, ClientCore.exchange, ServerSynchronizer.step
+    fetched, exchange, step = Orders.fetched, ServerGroup.exchange, ServerSynchronizer.step
     samples: list[Any] = []  # handed out since the last push
 
     @functools.wraps(fetched)
@@ -139,11 +142,11 @@ def _write_pushes(who: str, num_steps: list[int]) -> None:
             yield part
 
     @functools.wraps(exchange)
-    def written(client: ClientCore, push: Push) -> Any:
+    def written(group: ServerGroup, push: Push) -> Reply:
         with path.open("a") as file:
-            print(json.dumps([client.clock, samples], default=str), file=file)
+            print(json.dumps([group.clock, samples], default=str), file=file)
         samples.clear()
-        return exchange(client, push)
+        return exchange(group, push)
 
     @functools.wraps(step)
     def counted(synchronizer: ServerSynchronizer, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
@@ -152,7 +155,7 @@ def _write_pushes(who: str, num_steps: list[int]) -> None:
         return outcome
 
     _replace(Orders, "fetched", noted)
-    _replace(ClientCore, "exchange", written)
+    _replace(ServerGroup, "exchange", written)
     _replace(ServerSynchronizer, "step", counted)
 
 

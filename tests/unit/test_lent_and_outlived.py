@@ -129,6 +129,7 @@ class Net:
                 self.applied[server] += [Applied(r.iteration, r.worker, r.clock, r.staleness) for r in records]
             elif isinstance(action, Send):
                 assert action.message.kind is Kind.ANSWER, action.message.body
+                assert action.message.staleness >= 0, "the push counts"
                 if action.to not in self.asking:
                     continue
                 self.asking[action.to] -= 1
@@ -159,6 +160,8 @@ class Net:
             self.go_on()
             self.take_back(server)
             said.append(core.part_with(worker))
+        self.go_on()
+        assert not self.site.workers[worker].push(Done()), "one that was only taken for dead has no part in it"
         counts = what_counts(said)
         self.done[worker] = Done(*counts.body["done"]) if counts is not None else Done()
         for server, core in enumerate(cores):
@@ -234,6 +237,7 @@ def test_each_push_counts_on_all_servers_or_on_none(rule: Rule, servers: int, se
             net.come(num_first + event // 2)
     for _ in range(40):
         net.step(chance.choice(list(net.clocks)))
+        assert not any(site.workers[worker].push(Done()) for worker in dead), "the dead are lent nothing"
     net.settle()
 
     first, *others = [Counter((one.worker, one.clock) for one in applied) for applied in net.applied]
@@ -248,3 +252,27 @@ def test_each_push_counts_on_all_servers_or_on_none(rule: Rule, servers: int, se
     for server, core in enumerate(site.cores):
         own = [parameter for part in core.parts for parameter in part.shard.parameters]
         torch.testing.assert_close(own, replayed(rule, size, servers, server, net.applied[server]))
+
+
+def test_what_a_worker_has_done_is_of_its_last_push_wherever_that_went() -> None:
+    site = Site(asp, 2, SGD, joiners=0)
+    (core,), (lending,) = site.cores, site.lendings
+
+    def push_by_message(clock: int) -> None:
+        for rank in range(2):
+            body = {"done": list(Done(steps=clock + 1))}
+            site.ask(Message(Kind.EXCHANGE, 1, sender=rank, clock=clock, pause_at=FOREVER, body=body))
+
+    def take_back() -> None:
+        core.served_themselves(lending.take_back(core.parts).counted)
+
+    push_by_message(0)
+    site.lend()
+    assert all(worker.push(Done(steps=2)) for worker in site.workers)
+    take_back()
+    push_by_message(2)
+    site.lend()
+    assert site.workers[0].push(Done(steps=4))
+    take_back()
+    said = [core.part_with(worker).counted for worker in range(2)]
+    assert [(push.clock, Done(*push.body["done"]).steps) for push in said if push is not None] == [(3, 4), (2, 3)]

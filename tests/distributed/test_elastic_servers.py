@@ -36,6 +36,8 @@ pytestmark = pytest.mark.ray
 # Before a worker waits for the answers of servers, which it has asked; and before it asks one.
 AFTER_ASKING = "paceline.comm.servers.sockets:SocketCarrier._receive_some"
 BEFORE_ASKING = "paceline.comm.servers.line:WorkerLine.send"
+# In an update of servers' shards that it makes itself: before an even call one of two servers has it.
+UPDATING = "paceline.comm.servers.loan:Loan.put_in_force"
 
 
 def updates(out: Path) -> list[tuple[int, int, int]]:
@@ -105,6 +107,21 @@ def test_whoever_dies_each_gradient_counts_whole(tmp_path: Path, ray_here: None,
     assert not told["left_over"]
     require_whole(out, servers=2)
     assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 192
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [4, 5], ids=["when one server has it", "when none has it"])
+@pytest.mark.parametrize("strategy", ["ps-asp", "ps-bsp"])
+def test_one_dies_in_an_update_that_it_makes_itself(tmp_path: Path, ray_here: None, strategy: str, number: int) -> None:
+    given = ["--tally", "--fail-at", f"1:{number}:{UPDATING}", "--step-s", 0.02, "--epochs", 4]
+    out = trained(tmp_path, *given, strategy=strategy, options={"servers": 2}, elastic="1:3", eval_every=100)
+    told = told_of(out)
+    assert [event["who"] for event in told["lost"]] == ["worker-1"]
+    assert not told["left_over"]
+    require_whole(out, servers=2, gradients=96)
+    if strategy == "ps-asp":  # there each gradient is an update, so that the model tells
+        for half in load_file(out / "model.safetensors").values():
+            assert torch.equal(half, torch.full((96,), 4.0))
 
 
 @pytest.mark.slow

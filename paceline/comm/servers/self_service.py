@@ -1,6 +1,5 @@
 """A worker that serves itself from lent shards: it pushes its gradient, and makes the updates if these are due."""
 
-import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from torch import Tensor
 from paceline.aggregate import MEAN, Contribution
 from paceline.comm.servers.loan import CLOCK, HAS_PUSHED, ITERATION, NUM_APPLIED, PULLED_AT, Loan, Version
 from paceline.comm.shared_memory import futex
+from paceline.comm.shared_memory.mutex import all_of
 from paceline.elastic.lanes import Done
 from paceline.errors import PeerLost
 from paceline.server.optimizer import step_of
@@ -76,12 +76,12 @@ class SelfService:
 
     def may_push(self) -> bool:
         """Whether the next push is for this worker itself, not for the server; the lock must be held."""
-        loan = self.loan
-        if not loan.number or not loan.has_room():
+        loan, number = self.loan, self.loan.number
+        if not number or not loan.has_room():
             return False
-        if loan.number != self._number and not self._has_learnt():
+        if number != self._number and not self._has_learnt():
             return False
-        return self._sides[loan.in_force].version.words[ITERATION] < self._max_updates
+        return loan.iteration < self._max_updates
 
     def push(self, done: Done | None) -> None:
         """Contribute this worker's gradient, which it may; the lock must be held."""
@@ -198,11 +198,9 @@ class SelfServices:
         """
         if not all(service.loan.number for service in self._services):
             return False
-        with contextlib.ExitStack() as locks:  # in the same order on all workers
-            for service in self._services:
-                locks.enter_context(service.loan.lock)
-                if not service.may_push():
-                    return False
+        with all_of([service.loan.lock for service in self._services]):
+            if not all(service.may_push() for service in self._services):
+                return False
             for service in self._services:
                 service.push(done)
         return True

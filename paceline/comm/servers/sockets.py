@@ -226,8 +226,10 @@ class SocketCarrier(Carrier):
             return None
         if not services.push(push.done):
             return None
-        waited_s = 0.0 if services.is_over else self._wait_for_turn(services)
-        served = services.take()
+        waited_s, served = 0.0, services.take()
+        if served is None:
+            waited_s = self._wait_for_turn(services)
+            served = services.take()
         if served is None:
             return None
         client.served_itself(clock=served[0].clock)

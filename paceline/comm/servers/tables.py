@@ -104,6 +104,8 @@ class ServedTables(TableStore):
         if not is_fresh:
             self._present.update(wanted)
         keeping = None if is_fresh else self._keeping
+        if not left:
+            return rows
         return rows | (self._asked(left) if keeping is None else self._read_or_keep(left, keeping))
 
     def read_ahead(self, wanted: Mapping[int, Tensor]) -> None:
@@ -179,7 +181,12 @@ class ServedTables(TableStore):
             self._sees_rows = self._num_lost < _MOST_LOST
 
     def push(
-        self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
+        self,
+        gradients: Sequence[RowGradients | None],
+        *,
+        weight: float,
+        lrs: Sequence[float | None] = (),
+        are_finite: bool = False,
     ) -> None:
         lrs = lrs or [None] * len(gradients)
         if self._keeping is not None:
@@ -189,7 +196,7 @@ class ServedTables(TableStore):
         self._own = {
             number: own
             for number, (given, lr) in enumerate(zip(gradients, lrs, strict=True))
-            if given is not None and (own := self._own_update(number, given, lr)) is not None
+            if given is not None and (own := self._own_update(number, given, lr, are_finite=are_finite)) is not None
         }
         gradients = [None if number in self._own else given for number, given in enumerate(gradients)]
         if self._own and all(given is None for given in gradients):
@@ -199,10 +206,10 @@ class ServedTables(TableStore):
         else:
             self._timed(self._client.push(gradients, weight=weight, lrs=lrs, clock=self._store.clock))
 
-    def _own_update(self, table: int, gradients: RowGradients, lr: float | None) -> _Own | None:
+    def _own_update(self, table: int, gradients: RowGradients, lr: float | None, *, are_finite: bool) -> _Own | None:
         """What this worker is to do itself; none: it is for the servers, and so is a gradient that is not finite."""
         spec, found = self._specs[table], None if self._seen is None else self._seen.find(table, gradients.keys)
-        if found is None or spec.nonfinite(gradients) is not None:
+        if found is None or not (are_finite or spec.nonfinite(gradients) is None):
             return None
         return _Own(found, gradients.values.to(spec.sent).to(spec.computed), with_lr(spec.optimizer, lr))
 
@@ -216,14 +223,10 @@ class ServedTables(TableStore):
         began_s, (own, self._own) = time.perf_counter(), (self._own, {})
         servers = [server for server, staleness in enumerate(reply.staleness) if staleness >= 0]
         for table, (found, values, optimizer) in own.items():
-            is_made = not servers
-            while not is_made:
-                if self._seen is None or self._seen.is_outdated:
-                    self._map()
+            while servers and not (self._seen and self._seen.update(table, found, values, optimizer, servers)):
+                self._map()
                 if not self._sees_rows:
                     raise PeerLost(f"rows of table {self._specs[table].name!r} can be updated no longer")
-                if self._seen is not None:
-                    is_made = self._seen.update(table, found, values, optimizer, servers)
             num_bytes = found.keys.nbytes + values.numel() * self._specs[table].sent.itemsize
             self._timing.moved_bytes += num_bytes  # as messages would have
         if own:

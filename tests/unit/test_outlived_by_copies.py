@@ -4,7 +4,7 @@ pushed counts in all key ranges or in none, once, and nobody waits for whoever i
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from paceline.elastic import Done
 from paceline.messages import Message
 from paceline.server.actions import Send
 from paceline.server.chains import Chain, from_body, to_body
-from paceline.server.replication import Copied, Replication, ToServer
+from paceline.server.replication import Copied, HandedOver, Replication, ToServer
 from paceline.server.spec import Push
 from paceline.server.tables.client_core import TableClient
 from paceline.server.tables.dividing import joined
@@ -93,12 +93,20 @@ class Net(replicated_servers.Net):
             super().hear_of(target, item)
         elif isinstance(item, dict):
             chain = from_body(item)
-            self.do(number, chain.key_range, self.copies[number, chain.key_range][1].reform(chain))
-            if chain.head == number:
+            if self.reform(number, chain):
                 self.put(target, "launcher", chain.key_range, chain)
         else:
-            key_range, call, said = item
-            self.do(number, key_range, call(self.copies[number, key_range][1], partial(self._say, target, item, said)))
+            self.call(number, *item)
+
+    def call(self, server: int, key_range: int, call: Call, said: dict[int, Any]) -> None:
+        """The launcher asks this of it."""
+        _, copy = self.copies[server, key_range]
+        if copy.has_stopped:
+            again = partial(self.call, server, key_range, call, said)
+            self.put_off.setdefault((server, key_range), []).append(again)
+        else:
+            say = partial(self._say, f"s{server}", (key_range, call, said), said)
+            self.do(server, key_range, call(copy, say))
 
     def _say(self, server: str, item: Any, said: dict[int, Any], what: Any) -> None:
         self.put(server, "launcher", item[0], (item[0], said, what))
@@ -137,17 +145,30 @@ class Net(replicated_servers.Net):
         self.copies[server, key_range][0].attach(message, gradients=None, parameters=None, is_beside=False)
         return len(set(self.hosts)) > 1
 
+    def move(self, *, may_hand_over: bool = True) -> bool:
+        """Nobody is asked about a key range that is about to be handed over."""
+        is_served = len(self.serving) == len(self.chains.chains)
+        return is_served and super().move(may_hand_over=may_hand_over and self.launcher is None)
+
     def hear(self, key_range: int, item: Any) -> None:
         """The launcher has word of a server: that it serves, what has become of a new copy, or what it was asked."""
-        if item is None or isinstance(item, Copied):
-            self.restore(key_range, item)
+        if isinstance(item, Copied | HandedOver):
+            self.hear_of_copies(key_range, item)
         elif not isinstance(item, Chain):
             _, said, what = item
             said.setdefault(key_range, what)
-        elif item.head not in self.dead and key_range not in self.serving:
+        elif item.head not in self.dead and key_range not in self.serving and item.epoch == self.epoch_of(key_range):
             self.serving[key_range] = item.head
             for worker in self.present:
                 self.put("launcher", f"w{worker}", key_range, to_body(item))
+
+    def epoch_of(self, key_range: int) -> int:
+        return self.chains.chains[key_range].epoch
+
+    def tell(self, chain: Chain) -> None:
+        if chain.epoch > self.epoch_of(chain.key_range):  # handed over
+            self.serving.pop(chain.key_range, None)
+        super().tell(chain)
 
     def go_on(self) -> bool:
         """What the launcher does; whether there is anything."""
@@ -162,6 +183,9 @@ class Net(replicated_servers.Net):
         """Returns what is said of each key range."""
         said: dict[int, Any] = {}
         asked: dict[int, int] = {}
+        for chain in self.chains.chains:
+            if chain.handover is not None:
+                self.tell(replace(chain, handover=None))
         while len(said) < len(self.chains.chains):
             for key_range, server in self.serving.items():
                 if key_range not in said and asked.get(key_range) != server:

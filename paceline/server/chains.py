@@ -77,7 +77,7 @@ class Chains:
     """The chains of all key ranges. At the start the first server has the first key range, and so on.
 
     Chain replication (van Renesse and Schneider, OSDI 2004), with key ranges laid over a ring as in Li et al., OSDI
-    2014, section 4.3: a server is first of one chain, and holds copies of `replicas` others.
+    2014, section 4.3: a server is first of one chain, or of several, and holds copies of those of `replicas` others.
     """
 
     chains: tuple[Chain, ...]
@@ -89,15 +89,20 @@ class Chains:
     """Servers have joined those of the start."""
 
     @classmethod
-    def first(cls, hosts: Sequence[str], *, replicas: int, epoch: int) -> "Chains":
-        """Servers on these hosts. Those next to each other on the ring are on different ones, as far as that can be."""
-        count = Counter(hosts)
-        by_host = sorted(range(len(hosts)), key=lambda server: (-count[hosts[server]], hosts[server], server))
+    def first(cls, hosts: Sequence[str], *, replicas: int, epoch: int, num_ranges: int | None = None) -> "Chains":
+        """Servers on these hosts. Those next to each other on the ring are on different ones, as far as that can be.
+
+        Args:
+            num_ranges: key ranges, dealt out one by one; none: one a server.
+        """
+        size = Counter(hosts)
+        by_host = sorted(range(len(hosts)), key=lambda server: (-size[hosts[server]], hosts[server], server))
         # Every other place is filled first, with the servers of the largest hosts, then those between.
         ring = [0] * len(hosts)
         ring[::2], ring[1::2] = by_host[: (len(hosts) + 1) // 2], by_host[(len(hosts) + 1) // 2 :]
         follows = {server: [*ring[place:], *ring[:place]][: replicas + 1] for place, server in enumerate(ring)}
-        chains = tuple(Chain(index, tuple(follows[index]), epoch) for index in range(len(hosts)))
+        count = len(hosts) if num_ranges is None else num_ranges
+        chains = tuple(Chain(index, tuple(follows[index % len(hosts)]), epoch) for index in range(count))
         return cls(chains, dict(enumerate(hosts)), replicas)
 
     @property

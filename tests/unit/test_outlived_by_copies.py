@@ -26,7 +26,7 @@ from paceline.server.tables.spec import RowGradients
 from paceline.server.whole_pushes import what_counts
 from tests.unit import replicated_servers
 from tests.unit.one_table import NUM_ROWS, spec_of
-from tests.unit.replicated_servers import DEATHS, EPOCH, FOREVER, LAYOUT, PLAIN, TWO_DEATHS, Death
+from tests.unit.replicated_servers import DEATHS, EPOCH, FOREVER, LAYOUT, PLAIN, TWO_DEATHS, Death, Joining
 
 STEPS, NUM_WORKERS, JOINER = 3, 2, 2
 TABLE = spec_of("sgd:lr=1", std=0.0)
@@ -363,8 +363,10 @@ def require_each_counts_whole(
     joins_after: int | None = None,
     lives_on: bool = False,
     kind: type[Net] = Net,
+    joining: Sequence[Joining] = (),
 ) -> None:
     net = kind(rule, PLACES[places], replicas=replicas, deaths=deaths, seed=seed)
+    net.joining = list(joining)
     training = Training(net, dead=None if dies_after is None else seed % NUM_WORKERS, lives_on=lives_on)
     training.run(dies_after=dies_after, joins_after=joins_after)
     clocks = counted(training).values()
@@ -461,6 +463,47 @@ def test_copies_are_made_anew_while_workers_die_and_join(
 ) -> None:
     require_each_counts_whole(
         rule, places, deaths, replicas=1, seed=seed, dies_after=dies_after, joins_after=joins_after, kind=kind
+    )
+
+
+def servers_come(joining: list[tuple[int, str]]) -> list[Joining]:
+    return [Joining(after, host) for after, host in sorted(joining)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rule=st.sampled_from(["asp", "ssp", "bsp"]),
+    places=st.sampled_from(sorted(PLACES)),
+    deaths=st.lists(st.builds(Death, st.integers(0, 4), st.integers(1, 60), st.integers(0, 3)), max_size=3).map(
+        lambda deaths: list({death.server: death for death in deaths}.values())
+    ),
+    seed=st.integers(0, 2**32),
+    dies_after=st.none() | POINTS,
+    joins_after=st.none() | POINTS,
+    joining=st.lists(st.tuples(POINTS, st.sampled_from("abd")), min_size=1, max_size=2).map(servers_come),
+    lives_on=st.booleans(),
+)
+def test_servers_join_while_workers_die_and_join(
+    rule: str,
+    places: str,
+    deaths: list[Death],
+    seed: int,
+    dies_after: int | None,
+    joins_after: int | None,
+    joining: list[Joining],
+    lives_on: bool,
+) -> None:
+    require_each_counts_whole(
+        rule,
+        places,
+        deaths,
+        replicas=1,
+        seed=seed,
+        dies_after=dies_after,
+        joins_after=joins_after,
+        lives_on=lives_on,
+        kind=Restored,
+        joining=joining,
     )
 
 

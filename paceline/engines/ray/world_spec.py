@@ -107,8 +107,10 @@ class WorldSpec:
         """Who holds which key range, if servers have replicas."""
         if self.chains_now is not None:
             return self.chains_now
-        replicas, hosts = self.strategy.traits.num_replicas, [server.node_id for server in self.servers]
-        return Chains.first(hosts, replicas=replicas, epoch=self.epoch) if replicas else None
+        traits, hosts = self.strategy.traits, [server.node_id for server in self.servers]
+        if not traits.num_replicas:
+            return None
+        return Chains.first(hosts, replicas=traits.num_replicas, epoch=self.epoch, num_ranges=traits.num_ranges)
 
     def server_addresses(self, *, node_id: str) -> list[ServerAddress]:
         """The servers that serve the key ranges, in the order of these, at addresses that members on that node

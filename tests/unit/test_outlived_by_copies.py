@@ -366,7 +366,8 @@ def require_each_counts_whole(
     joining: Sequence[Joining] = (),
 ) -> None:
     net = kind(rule, PLACES[places], replicas=replicas, deaths=deaths, seed=seed)
-    net.joining = list(joining)
+    hosts = PLACES[places].servers  # where all servers are on one host at first, others come to that one
+    net.joining = [each if len(set(hosts)) > 1 else replace(each, host=hosts[0]) for each in joining]
     training = Training(net, dead=None if dies_after is None else seed % NUM_WORKERS, lives_on=lives_on)
     training.run(dies_after=dies_after, joins_after=joins_after)
     clocks = counted(training).values()

@@ -9,6 +9,8 @@ from paceline.engines.ray.newcomers import Newcomers, require_allowed
 from paceline.engines.standing import Progress
 from paceline.errors import UsageError
 
+_SCALED = ("workers", "servers")
+
 
 @final
 class Answers:
@@ -24,7 +26,7 @@ class Answers:
         self.is_asked_to_stop = False
         self._newcomers: Newcomers | None = None
         self._new_servers: NewServers | None = None
-        self._wanted: int | None = None  # workers that were asked for before any could come
+        self._wanted: dict[str, int] = {}  # workers and servers that were asked for before any could come
 
     def stop(self) -> None:
         """The run is to save itself and to end."""
@@ -32,10 +34,9 @@ class Answers:
 
     def scale_by(self, newcomers: Newcomers, new_servers: NewServers | None) -> None:
         """Workers come and leave, and servers come, by these from here on; none: no server can. Raises UsageError if
-        the number of workers that was asked for before cannot be had."""
+        what was asked for before cannot be had."""
         self._newcomers, self._new_servers = newcomers, new_servers
-        if self._wanted is not None:
-            newcomers.scale(self._wanted)
+        self._scale(self._wanted)
 
     def __call__(self, request: Mapping[str, Any]) -> str:
         """What is said to this request. Raises UsageError where it cannot be had."""
@@ -46,37 +47,35 @@ class Answers:
             case "progress":
                 return self._progress().to_json()
             case "scale":
-                asked = {"workers": self._scale, "servers": self._scale_servers}
-                return "; ".join(scale(request[what]) for what, scale in asked.items() if request.get(what) is not None)
+                return self._scale({what: request[what] for what in _SCALED if request.get(what) is not None})
             case unknown:
                 raise UsageError(f"this run does not know what {unknown!r} is")
 
-    def _scale(self, wanted: object) -> str:
-        if not isinstance(wanted, int):
-            raise UsageError(f"{wanted!r} is no number of workers")
-        self._require_elastic("workers")
-        assert self._elastic is not None
-        if self._newcomers is not None:
-            return self._newcomers.scale(wanted)
-        require_allowed(self._elastic, wanted)
-        self._wanted = wanted
-        return f"the run starts; there are to be {wanted} workers once it trains"
-
-    def _scale_servers(self, wanted: object) -> str:
-        if not isinstance(wanted, int):
-            raise UsageError(f"{wanted!r} is no number of servers")
-        self._require_elastic("servers")
+    def _scale(self, wanted: Mapping[str, Any]) -> str:
+        """Have so many of each kind. Raises UsageError for the first that cannot be had."""
+        for what, number in wanted.items():
+            if not isinstance(number, int):
+                raise UsageError(f"{number!r} is no number of {what}")
+            if self._elastic is None:
+                raise UsageError(
+                    f"the run was started without --elastic MIN:MAX, so that its number of {what} stays as it is"
+                )
         if self._newcomers is None:
-            raise UsageError("the run has yet to start; ask for more servers once it trains")
+            return self._remembered(wanted)
+        told = [self._servers().scale(wanted["servers"])] if "servers" in wanted else []
+        return "; ".join(told + ([self._newcomers.scale(wanted["workers"])] if "workers" in wanted else []))
+
+    def _remembered(self, wanted: Mapping[str, int]) -> str:
+        if "workers" in wanted and self._elastic is not None:
+            require_allowed(self._elastic, wanted["workers"])
+        self._wanted.update(wanted)
+        numbers = " and ".join(f"{number} {what}" for what, number in wanted.items())
+        return f"the run starts; there are to be {numbers} once it trains"
+
+    def _servers(self) -> NewServers:
         if self._new_servers is None:
             raise UsageError(
                 "no key range of this run can come to another server, since servers have no replicas; start it with "
                 "--strategy ps-bsp, ps-ssp or ps-asp, --option servers=2 (or more) and --option replicas=1"
             )
-        return self._new_servers.scale(wanted)
-
-    def _require_elastic(self, what: str) -> None:
-        if self._elastic is None:
-            raise UsageError(
-                f"the run was started without --elastic MIN:MAX, so that its number of {what} stays as it is"
-            )
+        return self._new_servers

@@ -132,6 +132,11 @@ class Replication:
         return self._chain.head == self._server
 
     @property
+    def is_new(self) -> bool:
+        """Whether this is to become a copy, and is none yet."""
+        return self._is_new
+
+    @property
     def has_stopped(self) -> bool:
         """Whether what comes is to be put off, but for word that other copies have what there is: until `reform`."""
         return bool(self._whole)
@@ -239,8 +244,9 @@ class Replication:
 
     def _take(self, entry: Message) -> Iterator[CopyAction]:
         """An entry of the copy before. One of a later epoch comes from who was told of the new chain earlier."""
-        if self.is_head or entry.epoch < self._core.epoch:
-            return  # of one that is taken for dead
+        is_of_another = self._is_new and entry.sender != self._chain.before(self._server)
+        if self.is_head or entry.epoch < self._core.epoch or is_of_another:
+            return  # of one that is taken for dead, or gave an earlier copy, of which this is none
         self._core.epoch = entry.epoch
         if self._is_new:
             yield from self._take_whole(entry)

@@ -356,8 +356,9 @@ class Net:
         """A server hears of a chain that it is in, or was; whether it serves now."""
         key = server, chain.key_range
         if server not in (*chain.servers, chain.newcomer):
-            self.copies.pop(key, None)
-            self.put_off.pop(key, None)
+            if key in self.copies and not self.copies[key][1].is_new:  # else it was built since
+                del self.copies[key]
+                self.put_off.pop(key, None)
             return False
         core, copy = self.copies[key]
         if copy.has_stopped and chain.epoch > core.epoch:

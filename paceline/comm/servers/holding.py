@@ -92,6 +92,11 @@ class Holding:
     def iteration(self) -> int:
         return max(self.core.iteration, self._lending.iteration if self._lending is not None else 0)
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it is to become one of several copies, and is none yet."""
+        return self._replication is not None and self._replication.is_new
+
     def configure(self, spec: ServerSpec, *, has_copies: bool = False) -> None:
         """Build the shards; called once, before any worker attaches.
 

@@ -259,11 +259,11 @@ class ParameterService:
 
     def _reform(self, chain: Chain, endpoints: Mapping[int, str]) -> None:
         self._next_copies.endpoints |= endpoints
+        holding = self._copies.get(chain.key_range)
         if self._index not in (*chain.servers, chain.newcomer):
-            self._let_drop(chain.key_range)
-        elif chain.key_range not in self._copies:  # it was let drop when another attempt had failed
-            self._on_told(Copied(chain, "what was built for it is no more"))
-        else:
-            self._copies[chain.key_range].reform(chain)
+            if holding is not None and not holding.is_new:  # else it was built since, to be given another copy
+                self._let_drop(chain.key_range)
+        elif holding is not None:
+            holding.reform(chain)
             if chain.head == self._index:
                 self._on_serving(chain)

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from tests.distributed.harness import is_training, pids, wait_until
 from tests.distributed.test_elastic import SCRIPT, of, require_same_model, trained, undisturbed
 from tests.distributed.test_elastic_replicas import COPIES, require_counted
-from tests.distributed.test_elastic_servers import require_each_sample, told_of
+from tests.distributed.test_elastic_servers import require_each_sample
 from tests.distributed.test_joining import held, iterations_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -43,7 +43,7 @@ def meanwhile(out: Path, *turns: Turn) -> Iterator[None]:
                 assert wait_until(lambda i=iteration: max(iterations_of(out), default=0) >= i)
                 do()
                 for name, count in wanted.items():
-                    assert wait_until(lambda n=name, c=count: len(of(out, n)) >= c), (name, told_of(out))
+                    assert wait_until(lambda n=name, c=count: len(of(out, n)) >= c), name
                 go_on(iteration)
         except BaseException as failure:
             failures.append(failure)
@@ -86,7 +86,7 @@ def test_dead_servers_are_replaced_until_none_of_the_start_is_left(tmp_path: Pat
     assert [event["who"] for event in of(out, "server_lost")] == ["server-0", "server-1", "server-2"]
     assert [event["who"] for event in of(out, "server_joined")] == ["server-2", "server-3"]
     assert all(event["details"]["copies"] == 2 for event in of(out, "copied"))
-    assert not any(told_of(out)[name] for name in ("not_copied", "not_handed_over", "not_joined", "lost"))
+    assert not any(of(out, name) for name in ("not_copied", "not_handed_over", "not_joined", "lost"))
     assert of(out, "taken_over")[-1]["who"] == "server-3"
     require_same_model(out, undisturbed(workers=2, epochs=6))
     resumed = paceline.run(
@@ -111,7 +111,7 @@ def test_a_server_that_is_asked_for_takes_key_ranges(tmp_path: Path, ray_here: N
         )  # fmt: skip
     assert {event["who"] for event in of(out, "copied")} == {"server-2"}
     assert [event["who"] for event in of(out, "taken_over")] == ["server-2"]
-    assert not any(told_of(out)[name] for name in ("not_copied", "not_handed_over", "server_lost", "refused"))
+    assert not any(of(out, name) for name in ("not_copied", "not_handed_over", "server_lost", "refused"))
     require_counted(out, times=4)
     require_each_sample(out, times=4)
 

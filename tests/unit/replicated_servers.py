@@ -172,7 +172,7 @@ class Net:
 
     def ask(self, worker: int, sends: Iterable[Send]) -> None:
         for key_range, message in sends:
-            server = self.heads[worker][key_range]
+            server, message.epoch = self.heads[worker][key_range], self.epochs[worker][key_range]
             self.put(f"w{worker}", f"s{server}", key_range, [bytes(frame) for frame in message.encode()])
 
     def put(self, source: str, target: str, key_range: int, item: Any) -> None:

@@ -77,13 +77,11 @@ class NewServers:
     def scale(self, wanted: int) -> str:
         """Have so many servers, as soon as they have come; says what happens. Raises UsageError for fewer than there
         are."""
-        there, num_ranges = len(self._takeover.chains.living), len(self._takeover.chains.chains)
-        if wanted < self._num_there:
-            raise UsageError(
-                f"--servers {wanted}: the run has {self._num_there} servers, and those that are there stay"
-            )
-        self._wanted, self._num_asked = wanted, wanted - self._num_there
-        told = f"{there} servers serve"
+        there, num_ranges = self._num_there, len(self._takeover.chains.chains)
+        if wanted < there:
+            raise UsageError(f"--servers {wanted}: the run has {there} servers, and those that are there stay")
+        self._wanted, self._num_asked = wanted, wanted - there
+        told = f"the run has {there} servers"
         told += f"; {wanted - there} more start" if wanted > there else ""
         if wanted > num_ranges:
             told += f"; {num_ranges} at most serve a key range, for there are no more, and the others have copies"

@@ -117,6 +117,7 @@ class Replication:
         self._unacknowledged: deque[Message] = deque()
         self._held: deque[tuple[int, CopyAction]] = deque()
         self._change: list[Message] = []  # entries of a change that has not come whole
+        self._early: list[Message] = []  # of an epoch that this one has yet to hear of
         self._gradients: list[list[Tensor]] = entries.zeroed(core.parts)
         self._new: list[Message] = []
         for index, part in enumerate(core.parts):
@@ -182,8 +183,15 @@ class Replication:
         """The chain has changed, and this server is still in it, or is to be."""
         self._chain, self._core.epoch = chain, chain.epoch
         self._whole, self._has_told = [], False
-        if self._is_new:
-            return
+        if not self._is_new:
+            yield from self._take_place()
+        early, self._early = self._early, []
+        for entry in early:
+            yield from self._take(entry)
+
+    def _take_place(self) -> Iterator[CopyAction]:
+        """Go on as the chain is now."""
+        chain = self._chain
         if self.is_head:
             self._change.clear()
         is_last = chain.after(self._server) is None
@@ -211,7 +219,7 @@ class Replication:
         for entry in self._whole:
             copy._repeat(entry)
         assert not copy._lacks_memory, "a worker's memory that was in reach is so no more"
-        copy._is_new, copy._acknowledged, core.epoch = False, copy._number, chain.epoch
+        copy._is_new, copy._acknowledged, copy._early = False, copy._number, self._early
         return copy
 
     def _serve(self, message: Message, now_s: float) -> Iterator[CopyAction]:
@@ -243,11 +251,13 @@ class Replication:
             self._new.append(entries.of_rows(self._core.tables, updates))
 
     def _take(self, entry: Message) -> Iterator[CopyAction]:
-        """An entry of the copy before. One of a later epoch comes from who was told of the new chain earlier."""
+        """An entry of the copy before."""
+        if entry.epoch > self._chain.epoch:  # of who was told of the new chain earlier, behind which others may come
+            self._early.append(entry)
+            return
         is_of_another = self._is_new and entry.sender != self._chain.before(self._server)
-        if self.is_head or entry.epoch < self._core.epoch or is_of_another:
+        if self.is_head or entry.epoch < self._chain.epoch or is_of_another:
             return  # of one that is taken for dead, or gave an earlier copy, of which this is none
-        self._core.epoch = entry.epoch
         if self._is_new:
             yield from self._take_whole(entry)
         elif entry.clock == self._number + len(self._change) + 1:

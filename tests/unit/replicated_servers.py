@@ -221,7 +221,7 @@ class Net:
     def serve(self, source: str, server: int, key_range: int, message: Message) -> None:
         core, copy = self.copies[server, key_range]
         is_of_worker = source[0] == "w"
-        if copy.has_stopped and (is_of_worker or message.kind is Kind.REPLICATE):
+        if copy.has_stopped and is_of_worker:
             again = partial(self.serve, source, server, key_range, message)
             self.put_off.setdefault((server, key_range), []).append(again)
         elif is_of_worker and not (copy.is_head and message.epoch == core.epoch):

@@ -34,7 +34,8 @@ from tests.unit.test_replication import ADAM
 
 QUICK = settings(max_examples=25, deadline=None)
 LATER = st.integers(0, 120)
-HOSTS = {"one host": ["a", "a"], "two hosts": ["a", "b"]}
+HOSTS = {"one host": ["a", "a"], "two hosts": ["a", "b"], "three hosts": ["a", "b", "c"]}
+"""Of the servers of the start, all of which have a copy of each key range."""
 JOINING = st.lists(st.builds(Joining, LATER, st.sampled_from("abc")), min_size=1, max_size=3).map(
     lambda joining: sorted(joining, key=lambda each: each.after)
 )
@@ -54,21 +55,22 @@ def grown(
     seed: int = 0,
     spec: OptimizerSpec = ADAM,
 ) -> Restored:
-    net = Restored(rule, num_workers=3, hosts=HOSTS[hosts], replicas=1, spec=spec, deaths=deaths, seed=seed)
+    replicas = len(HOSTS[hosts]) - 1
+    net = Restored(rule, num_workers=3, hosts=HOSTS[hosts], replicas=replicas, spec=spec, deaths=deaths, seed=seed)
     net.joining = list(joining)
     return net
 
 
 @functools.cache
-def undisturbed() -> list[list[Tensor]]:
-    net = grown("bsp")
+def undisturbed(num_servers: int) -> list[list[Tensor]]:
+    net = grown("bsp", hosts="three hosts" if num_servers == 3 else "two hosts")
     net.train(2 * NUM_STEPS, is_exact=False)
     return net.heads_parameters()
 
 
 def assert_is_undisturbed(net: Restored) -> None:
     own = [tensor for tensors in net.heads_parameters() for tensor in tensors]
-    expected = [tensor for tensors in undisturbed() for tensor in tensors]
+    expected = [tensor for tensors in undisturbed(len(net.chains.chains)) for tensor in tensors]
     assert all(a.equal(b) for a, b in zip(own, expected, strict=True))
     net.assert_copies_are_equal()
     net.assert_none_is_lacking()
@@ -77,18 +79,24 @@ def assert_is_undisturbed(net: Restored) -> None:
 @QUICK
 @given(deaths=DEATHS, joining=JOINING, hosts=st.sampled_from(sorted(HOSTS)), seed=SEEDS)
 def test_servers_join_and_die(deaths: list[Death], joining: list[Joining], hosts: str, seed: int) -> None:
-    """Two servers with a copy each outlive as many deaths, one after another, as others join."""
+    """Servers of which each has copies of all outlive as many deaths, one after another, as others join."""
     net = grown("bsp", hosts=hosts, deaths=deaths, joining=joining, seed=seed)
     net.train(2 * NUM_STEPS, is_exact=False)
     assert_is_undisturbed(net)
 
 
 @QUICK
-@given(rule=st.sampled_from(["asp", "ssp"]), deaths=DEATHS, joining=JOINING, seed=SEEDS)
+@given(
+    rule=st.sampled_from(["asp", "ssp"]),
+    deaths=DEATHS,
+    joining=JOINING,
+    hosts=st.sampled_from(sorted(HOSTS)),
+    seed=SEEDS,
+)
 def test_every_gradient_counts_once_where_servers_join(
-    rule: str, deaths: list[Death], joining: list[Joining], seed: int
+    rule: str, deaths: list[Death], joining: list[Joining], hosts: str, seed: int
 ) -> None:
-    net = grown(rule, hosts="two hosts", deaths=deaths, joining=joining, seed=seed, spec=PLAIN)
+    net = grown(rule, hosts=hosts, deaths=deaths, joining=joining, seed=seed, spec=PLAIN)
     net.train(NUM_STEPS, is_exact=True)
     net.assert_each_gradient_counted()
     net.assert_copies_are_equal()
@@ -154,7 +162,8 @@ def test_who_has_stopped_takes_what_the_next_head_says_when_it_has_stepped_back(
     net.ways.clear()
     after = chain.handed_over()
     list(net.copies[1, 0][1].reform(after))
-    entry = Message(Kind.REPLICATE, after.epoch, sender=1, clock=1, body={"what": "left", "worker": 2})
+    clock = net.copies[1, 0][1]._number + 1
+    entry = Message(Kind.REPLICATE, after.epoch, sender=1, clock=clock, body={"what": "left", "worker": 2})
     net.serve("s1", 0, 0, entry)
     assert 2 in net.copies[0, 0][0].parts[0].shard.rule.active
     net.unserved.add(0)

@@ -157,9 +157,6 @@ class Holding:
         is_of_copy = message.kind in (Kind.REPLICATE, Kind.REPLICATED) and message.sender == server
         if self._replication is None or not is_of_copy:
             raise WireError(f"refused {message.kind.name} from server {server}")
-        if self._replication.has_stopped and message.kind is Kind.REPLICATE:  # of who serves already
-            self._put_off.append(functools.partial(self.handle_copy, server, frames))
-            return
         self._do(self._replication.receive(message, time.perf_counter()))
 
     def handle(self, identity: bytes, frames: Sequence[Raw]) -> None:

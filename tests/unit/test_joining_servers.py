@@ -36,6 +36,7 @@ QUICK = settings(max_examples=25, deadline=None)
 LATER = st.integers(0, 120)
 HOSTS = {"one host": ["a", "a"], "two hosts": ["a", "b"], "three hosts": ["a", "b", "c"]}
 """Of the servers of the start, all of which have a copy of each key range."""
+PLACES, RULES = st.sampled_from(sorted(HOSTS)), st.sampled_from(["asp", "ssp"])
 JOINING = st.lists(st.builds(Joining, LATER, st.sampled_from("abc")), min_size=1, max_size=3).map(
     lambda joining: sorted(joining, key=lambda each: each.after)
 )
@@ -77,7 +78,7 @@ def assert_is_undisturbed(net: Restored) -> None:
 
 
 @QUICK
-@given(deaths=DEATHS, joining=JOINING, hosts=st.sampled_from(sorted(HOSTS)), seed=SEEDS)
+@given(deaths=DEATHS, joining=JOINING, hosts=PLACES, seed=SEEDS)
 def test_servers_join_and_die(deaths: list[Death], joining: list[Joining], hosts: str, seed: int) -> None:
     """Servers of which each has copies of all outlive as many deaths, one after another, as others join."""
     net = grown("bsp", hosts=hosts, deaths=deaths, joining=joining, seed=seed)
@@ -105,7 +106,7 @@ def test_every_gradient_counts_once_where_servers_join(
 
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
-@given(deaths=DEATHS, joining=JOINING, hosts=st.sampled_from(sorted(HOSTS)), seed=SEEDS)
+@given(deaths=DEATHS, joining=JOINING, hosts=PLACES, seed=SEEDS)
 def test_servers_join_and_die_in_many_orders(
     deaths: list[Death], joining: list[Joining], hosts: str, seed: int
 ) -> None:

@@ -471,7 +471,7 @@ def servers_come(joining: list[tuple[int, str]]) -> list[Joining]:
     return [Joining(after, host) for after, host in sorted(joining)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     rule=st.sampled_from(["asp", "ssp", "bsp"]),
     places=st.sampled_from(sorted(PLACES)),
@@ -483,6 +483,7 @@ def servers_come(joining: list[tuple[int, str]]) -> list[Joining]:
     joins_after=st.none() | POINTS,
     joining=st.lists(st.tuples(POINTS, st.sampled_from("abd")), min_size=1, max_size=2).map(servers_come),
     lives_on=st.booleans(),
+    replicas=st.integers(1, 2),
 )
 def test_servers_join_while_workers_die_and_join(
     rule: str,
@@ -493,12 +494,13 @@ def test_servers_join_while_workers_die_and_join(
     joins_after: int | None,
     joining: list[Joining],
     lives_on: bool,
+    replicas: int,
 ) -> None:
     require_each_counts_whole(
         rule,
         places,
         deaths,
-        replicas=1,
+        replicas=replicas,
         seed=seed,
         dies_after=dies_after,
         joins_after=joins_after,
@@ -523,6 +525,17 @@ def test_a_worker_dies_with_a_server_after_any_of_its_messages(places: str, vict
 
 def net_of(places: str) -> Net:
     return Net("asp", PLACES[places], replicas=1, deaths=[], seed=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_worker_that_has_died_keeps_no_copy_from_being_made_anew(seed: int) -> None:
+    """Its memory, which copies of before have open, cannot be opened any more."""
+    net = Restored("asp", PLACES["one host"], replicas=1, deaths=[], seed=seed)
+    Training(net, dead=0, lives_on=False).run(dies_after=20, joins_after=None)
+    net.kill(Death(1, 0, 0))
+    net.run()
+    assert all(len(chain.servers) == 2 for chain in net.chains.chains)
+    assert net.has_copied_all
 
 
 def test_a_change_is_in_a_copy_whole_or_not_at_all() -> None:

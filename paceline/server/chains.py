@@ -167,10 +167,15 @@ def to_body(chain: Chain) -> dict[str, object]:
 def from_body(body: Mapping[str, object]) -> Chain:
     """Raises ValueError if this is nothing that `to_body` gives."""
     key_range, servers, epoch = body.get("key_range"), body.get("servers"), body.get("epoch")
-    newcomer, handover = body.get("newcomer"), body.get("handover") or []
+    newcomer, handover = body.get("newcomer"), body.get("handover")
     numbers = (key_range, epoch, 0 if newcomer is None else newcomer)
-    are_lists = isinstance(servers, list) and isinstance(handover, list) and len(handover) in (0, 2)
-    if not are_lists or not all(type(each) is int for each in (*numbers, *servers, *handover)):  # type: ignore[misc]
+    if not (_are_numbers(numbers) and _are_numbers(servers) and (handover is None or _are_numbers(handover, 2))):
         raise ValueError(f"refused {body!r} as a chain of servers")
-    left = Handover(*handover) if handover else None
+    left = None if handover is None else Handover(*handover)
     return Chain(key_range, tuple(servers), epoch, newcomer, left)  # type: ignore[arg-type]
+
+
+def _are_numbers(values: object, count: int | None = None) -> bool:
+    return (
+        isinstance(values, list | tuple) and all(type(each) is int for each in values) and count in (None, len(values))
+    )

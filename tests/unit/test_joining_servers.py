@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.messages import Kind, Message
 from paceline.server.chains import Chain, Chains, Handover, from_body, to_body
-from paceline.server.replication import HandedOver
+from paceline.server.replication import HandedOver, ToServer
 from paceline.server.spec import OptimizerSpec, Push
 from paceline.server.spreading import departure, removal, succession
 from paceline.strategies.parameter_server import ParameterServer
@@ -171,6 +171,21 @@ def test_who_has_stopped_takes_what_the_next_head_says_when_it_has_stepped_back(
     net.chains = net.chains.changed(after)
     net.reform(0, after)
     assert 2 not in net.copies[0, 0][0].parts[0].shard.rule.active
+
+
+def test_who_was_last_hands_on_to_who_comes_behind_it_what_came_before_it_had_heard_so() -> None:
+    net = grown("bsp", hosts="three hosts")
+    chain = net.chains.chains[0]
+    head, middle, last = chain.servers
+    after = replace(chain, handover=Handover(middle, 1)).handed_over()
+    list(net.copies[middle, 0][1].reform(after))
+    tail = net.copies[last, 0][1]
+    clock = tail._number + 1
+    entry = Message(Kind.REPLICATE, after.epoch, sender=middle, clock=clock, body={"what": "left", "worker": 2})
+    assert list(tail.receive(entry, 0.0)) == []
+    told = list(tail.reform(after))
+    handed_on = [each for each in told if isinstance(each, ToServer) and each.message.kind is Kind.REPLICATE]
+    assert [(each.to, each.message.clock) for each in handed_on] == [(head, clock)]
 
 
 def test_a_handover_ends_with_the_death_of_one_of_its_chain() -> None:

@@ -4,7 +4,7 @@ in their place."""
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 
 class Handover(NamedTuple):
@@ -164,7 +164,7 @@ def to_body(chain: Chain) -> dict[str, object]:
     }
 
 
-def from_body(body: Mapping[str, object]) -> Chain:
+def from_body(body: Mapping[str, Any]) -> Chain:
     """Raises ValueError if this is nothing that `to_body` gives."""
     key_range, servers, epoch = body.get("key_range"), body.get("servers"), body.get("epoch")
     newcomer, handover = body.get("newcomer"), body.get("handover")

@@ -188,6 +188,53 @@ def test_who_was_last_hands_on_to_who_comes_behind_it_what_came_before_it_had_he
     assert [(each.to, each.message.clock) for each in handed_on] == [(head, clock)]
 
 
+def test_a_head_that_hands_over_waits_until_all_copies_have_what_it_has_done() -> None:
+    net, chain = handing_over()
+    head = net.copies[0, 0][1]
+    list(head.receive(Message(Kind.LEAVE, EPOCH, sender=2), 0.0))
+    assert not any(isinstance(action, HandedOver) for action in head.reform(chain))
+    assert head.has_stopped
+    said = Message(Kind.REPLICATED, EPOCH, sender=1, clock=head._number)
+    assert list(head.receive(said, 0.0))[-1] == HandedOver(chain)
+
+
+def begun(net: Restored, chain: Chain) -> list[Message]:
+    """What the last of the chain gives the newcomer, for whom all is built."""
+    assert chain.newcomer is not None
+    net.hosts.append("a")
+    net.chains = net.chains.joined(chain.newcomer, "a")
+    net.build(chain.newcomer, chain)
+    return to_newcomer(net, chain)
+
+
+def to_newcomer(net: Restored, chain: Chain) -> list[Message]:
+    told = net.copies[chain.servers[-1], 0][1].reform(chain)
+    return [each.message for each in told if isinstance(each, ToServer) and each.to == chain.newcomer]
+
+
+def test_a_newcomer_takes_nothing_of_whoever_was_to_give_it_an_earlier_copy() -> None:
+    net = grown("bsp")
+    chain = replace(net.chains.chains[0], newcomer=2)
+    whole = begun(net, chain)
+    net.build(2, replace(chain.without(1), newcomer=2))
+    copy = net.copies[2, 0][1]
+    assert [action for entry in whole for action in copy.receive(entry, 0.0)] == []
+    assert copy.is_new
+
+
+def test_a_newcomer_that_had_heard_of_a_new_head_is_given_all_again() -> None:
+    """What its giver had sent before it had heard so is of an epoch before."""
+    net = grown("bsp", hosts="three hosts")
+    chain = replace(net.chains.chains[0], newcomer=3)
+    whole, copy = begun(net, chain), net.copies[3, 0][1]
+    left = chain.without(chain.head)
+    list(copy.reform(left))
+    assert [action for entry in whole for action in copy.receive(entry, 0.0)] == []
+    again = to_newcomer(net, left)
+    assert [action for entry in again for action in copy.receive(entry, 0.0)]
+    assert not copy.is_new
+
+
 def test_a_handover_ends_with_the_death_of_one_of_its_chain() -> None:
     chain = Chain(0, (0, 1, 2), EPOCH, handover=Handover(1, number=1))
     assert chain.without(2) == Chain(0, (0, 1), EPOCH)

@@ -117,8 +117,8 @@ class Takeover:
         """From here on this is the chain of its key range, as those in it are told, and those that were."""
         before = self.chains.chains[chain.key_range]
         self.chains = self.chains.changed(chain)
-        told = {*before.servers, *chain.servers, before.newcomer, chain.newcomer} & self.chains.living
-        for server in sorted(told):
+        told = (*before.servers, *chain.servers, before.newcomer, chain.newcomer)
+        for server in sorted(self.chains.living.intersection(told)):
             self._tell(f"server-{server}", chain)
 
     def _have_served(self, chain: Chain) -> None:

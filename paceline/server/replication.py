@@ -325,6 +325,8 @@ class Replication:
         if self._chain.handover is None or not self.is_head or self._has_told or self.has_stopped:
             return
         try:
+            if self._core.tables.are_open:
+                raise WireError("rows of tables are not handed over")
             self._whole = self._all_of_it()
             yield from self._release()
         except WireError as error:

@@ -4,7 +4,7 @@ in their place."""
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 
 class Handover(NamedTuple):
@@ -32,6 +32,11 @@ class Chain:
     @property
     def head(self) -> int:
         return self.servers[0]
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nobody is given a copy, and nobody hands over."""
+        return self.newcomer is None and self.handover is None
 
     def before(self, server: int) -> int | None:
         if server == self.newcomer:
@@ -72,7 +77,7 @@ class Chains:
     """The chains of all key ranges. At the start the first server has the first key range, and so on.
 
     Chain replication (van Renesse and Schneider, OSDI 2004), with key ranges laid over a ring as in Li et al., OSDI
-    2014, section 4.3: a server is first of one chain, and holds copies of `replicas` others.
+    2014, section 4.3: a server is first of one chain, or of several, and holds copies of those of `replicas` others.
     """
 
     chains: tuple[Chain, ...]
@@ -84,15 +89,20 @@ class Chains:
     """Servers have joined those of the start."""
 
     @classmethod
-    def first(cls, hosts: Sequence[str], *, replicas: int, epoch: int) -> "Chains":
-        """Servers on these hosts. Those next to each other on the ring are on different ones, as far as that can be."""
-        count = Counter(hosts)
-        by_host = sorted(range(len(hosts)), key=lambda server: (-count[hosts[server]], hosts[server], server))
+    def first(cls, hosts: Sequence[str], *, replicas: int, epoch: int, num_ranges: int | None = None) -> "Chains":
+        """Servers on these hosts. Those next to each other on the ring are on different ones, as far as that can be.
+
+        Args:
+            num_ranges: key ranges, dealt out one by one; none: one a server.
+        """
+        size = Counter(hosts)
+        by_host = sorted(range(len(hosts)), key=lambda server: (-size[hosts[server]], hosts[server], server))
         # Every other place is filled first, with the servers of the largest hosts, then those between.
         ring = [0] * len(hosts)
         ring[::2], ring[1::2] = by_host[: (len(hosts) + 1) // 2], by_host[(len(hosts) + 1) // 2 :]
         follows = {server: [*ring[place:], *ring[:place]][: replicas + 1] for place, server in enumerate(ring)}
-        chains = tuple(Chain(index, tuple(follows[index]), epoch) for index in range(len(hosts)))
+        count = len(hosts) if num_ranges is None else num_ranges
+        chains = tuple(Chain(index, tuple(follows[index % len(hosts)]), epoch) for index in range(count))
         return cls(chains, dict(enumerate(hosts)), replicas)
 
     @property
@@ -137,7 +147,7 @@ class Chains:
         for chain in self.chains:
             there = {self.hosts[server] for server in chain.servers}
             left = self.living - {*chain.servers}
-            if left and chain.newcomer is None and len(chain.servers) <= self.replicas:
+            if left and chain.is_at_rest and len(chain.servers) <= self.replicas:
                 newcomer = min(left, key=lambda server: (self.hosts[server] in there, count[server], server))
                 count[newcomer] += 1
                 yield replace(chain, newcomer=newcomer)
@@ -154,13 +164,18 @@ def to_body(chain: Chain) -> dict[str, object]:
     }
 
 
-def from_body(body: Mapping[str, object]) -> Chain:
+def from_body(body: Mapping[str, Any]) -> Chain:
     """Raises ValueError if this is nothing that `to_body` gives."""
     key_range, servers, epoch = body.get("key_range"), body.get("servers"), body.get("epoch")
-    newcomer, handover = body.get("newcomer"), body.get("handover") or []
+    newcomer, handover = body.get("newcomer"), body.get("handover")
     numbers = (key_range, epoch, 0 if newcomer is None else newcomer)
-    are_lists = isinstance(servers, list) and isinstance(handover, list) and len(handover) in (0, 2)
-    if not are_lists or not all(type(each) is int for each in (*numbers, *servers, *handover)):  # type: ignore[misc]
+    if not (_are_numbers(numbers) and _are_numbers(servers) and (handover is None or _are_numbers(handover, 2))):
         raise ValueError(f"refused {body!r} as a chain of servers")
-    left = Handover(*handover) if handover else None
+    left = None if handover is None else Handover(*handover)
     return Chain(key_range, tuple(servers), epoch, newcomer, left)  # type: ignore[arg-type]
+
+
+def _are_numbers(values: object, count: int | None = None) -> bool:
+    return (
+        isinstance(values, list | tuple) and all(type(each) is int for each in values) and count in (None, len(values))
+    )

@@ -17,6 +17,11 @@ A server that has no copy yet gets one from the last of the chain (`Chain.newcom
 entry from there on. Nobody waits for the newcomer until it has said that it has what was there when it began, and it is
 behind the others once it has all that came meanwhile (`Copied`): then the launcher has the chain end with it. The last
 one begins when nothing that it has can be lost with it: workers give again what was not closed, but dead ones do not.
+
+A head that lives hands a key range over (`Chain.handover`) when that is so, too. It puts off whatever comes, until all
+copies have all that it has done: then these are alike, and any of them can serve (`HandedOver`). What was put off,
+workers give again there. Who served is a new copy, made of itself (`stepped_back`): what was not closed is no part of
+it. Until the launcher has the other one serve, the handover can be called off, and the head does what it has put off.
 """
 
 from collections import deque
@@ -58,14 +63,24 @@ class Copied(NamedTuple):
     """If it gets no copy from this one, in words."""
 
 
-CopyAction = Action | ToServer | Said | Copied
+class HandedOver(NamedTuple):
+    """Tell the launcher that the head of this chain has stopped, and every copy has all that it has."""
+
+    chain: Chain
+    why_not: str = ""
+    """If it goes on, in words."""
+
+
+CopyAction = Action | ToServer | Said | Copied | HandedOver
 
 
 @dataclass
 class _Newcomer:
     server: int
-    began_at: int = -1
-    """The last entry that is part of what it was given; below 0: it was given nothing yet."""
+    has_begun: bool = False
+    """It was given all that was there."""
+    whole: Sequence[Message] = ()
+    """That, until it has said that it is there."""
     waits_from: int | None = None
     """Entries after this one wait for its word, too, since it has what it was given."""
     is_there: bool = False
@@ -95,11 +110,14 @@ class Replication:
         self._core, self._server, self._chain, self._reach = core, server, chain, reach
         self._is_new, self._lacks_memory = is_new, False
         self._newcomer: _Newcomer | None = None
+        self._whole: list[Message] = []  # of a head that has stopped
+        self._has_told = False  # what becomes of the handover
         self._attached: dict[int, Message] = {}  # by worker, the last entry that says how it is reached
         self._number = self._acknowledged = 0  # of the last entry that is part of this copy, and of all after it
         self._unacknowledged: deque[Message] = deque()
         self._held: deque[tuple[int, CopyAction]] = deque()
         self._change: list[Message] = []  # entries of a change that has not come whole
+        self._early: list[Message] = []  # of an epoch that this one has yet to hear of
         self._gradients: list[list[Tensor]] = entries.zeroed(core.parts)
         self._new: list[Message] = []
         for index, part in enumerate(core.parts):
@@ -113,6 +131,16 @@ class Replication:
     @property
     def is_head(self) -> bool:
         return self._chain.head == self._server
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this is to become a copy, and is none yet."""
+        return self._is_new
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether what comes is to be put off, but for word that other copies have what there is: until `reform`."""
+        return bool(self._whole)
 
     def receive(self, message: Message, now_s: float) -> Iterator[CopyAction]:
         """What to do about a worker's message, or another copy's; to the end, or the state is not whole."""
@@ -154,8 +182,16 @@ class Replication:
     def reform(self, chain: Chain) -> Iterator[CopyAction]:
         """The chain has changed, and this server is still in it, or is to be."""
         self._chain, self._core.epoch = chain, chain.epoch
-        if self._is_new:
-            return
+        self._whole, self._has_told = [], False
+        if not self._is_new:
+            yield from self._take_place()
+        early, self._early = self._early, []
+        for entry in early:
+            yield from self._take(entry)
+
+    def _take_place(self) -> Iterator[CopyAction]:
+        """Go on as the chain is now."""
+        chain = self._chain
         if self.is_head:
             self._change.clear()
         is_last = chain.after(self._server) is None
@@ -167,9 +203,24 @@ class Replication:
                 self._newcomer = _Newcomer(chain.newcomer)
         is_waited_for = not is_last or (self._newcomer is not None and self._newcomer.waits_from is not None)
         yield from self._acknowledge(self._acknowledged if is_waited_for else self._number)
-        for entry in () if is_last else list(self._unacknowledged):
+        # What is of an epoch before, the next one may have refused.
+        for entry in (*(self._newcomer.whole if self._newcomer is not None else ()), *self._unacknowledged):
             yield self._forward(entry)
-        yield from self._welcome()
+        yield from self._go_on()
+
+    def stepped_back(self, chain: Chain, core: ServerCore, reach: Callable[[Message], bool]) -> "Replication":
+        """The copy that this server has from here on, where it has stopped and another one serves.
+
+        Args:
+            core: a new one of the key range.
+            reach: as that of this one, for the new core.
+        """
+        copy = Replication(core, server=self._server, chain=chain, reach=reach, is_new=True)
+        for entry in self._whole:
+            copy._repeat(entry)
+        assert not copy._lacks_memory, "a worker's memory that was in reach is so no more"
+        copy._is_new, copy._acknowledged, copy._early = False, copy._number, self._early
+        return copy
 
     def _serve(self, message: Message, now_s: float) -> Iterator[CopyAction]:
         """What a worker asks."""
@@ -189,7 +240,7 @@ class Replication:
             yield from self._hand_on(entry)
         self._held.extend((self._number, action) for action in actions)
         yield from self._release()
-        yield from self._welcome()
+        yield from self._go_on()
 
     def _note(self, index: int, closed: Closed) -> None:
         if self.is_head:
@@ -200,10 +251,13 @@ class Replication:
             self._new.append(entries.of_rows(self._core.tables, updates))
 
     def _take(self, entry: Message) -> Iterator[CopyAction]:
-        """An entry of the copy before. One of a later epoch comes from who was told of the new chain earlier."""
-        if self.is_head or entry.epoch < self._core.epoch:
-            return  # of one that is taken for dead
-        self._core.epoch = entry.epoch
+        """An entry of the copy before."""
+        if entry.epoch > self._chain.epoch:  # of who was told of the new chain earlier, behind which others may come
+            self._early.append(entry)
+            return
+        is_of_another = self._is_new and entry.sender != self._chain.before(self._server)
+        if self.is_head or entry.epoch < self._chain.epoch or is_of_another:
+            return  # of one that is taken for dead, or gave an earlier copy, of which this is none
         if self._is_new:
             yield from self._take_whole(entry)
         elif entry.clock == self._number + len(self._change) + 1:
@@ -214,7 +268,7 @@ class Replication:
                     self._repeat(each)
                 for each in change:
                     yield from self._hand_on(each)
-                yield from self._welcome()
+                yield from self._go_on()
         elif entry.clock <= self._acknowledged:
             yield from self._acknowledge(self._acknowledged)
 
@@ -245,21 +299,47 @@ class Replication:
             self._is_new = False
             yield from self._acknowledge(self._number)
 
+    def _go_on(self) -> Iterator[CopyAction]:
+        """Do what waits until all that is here can be copied."""
+        if (self._newcomer is not None or self._chain.handover is not None) and self._core.can_be_copied:
+            yield from self._welcome()
+            yield from self._stop()
+
     def _welcome(self) -> Iterator[CopyAction]:
-        """Give the newcomer all that is here, if it is still to be given that, and all of it can be."""
+        """Give the newcomer all that is here, if it is still to be given that."""
         newcomer = self._newcomer
-        if newcomer is None or newcomer.began_at >= 0 or not self._core.can_be_copied:
+        if newcomer is None or newcomer.has_begun:
             return
         try:
-            whole = entries.of_whole(self._core, map(replace, self._attached.values()))
+            whole = self._all_of_it()
         except WireError as error:
             self._newcomer = None
             yield Copied(self._chain, str(error))
             return
-        newcomer.began_at = self._number
+        newcomer.has_begun, newcomer.whole = True, whole
+        for entry in whole:
+            yield self._forward(entry)
+
+    def _stop(self) -> Iterator[CopyAction]:
+        """Hand over, if this server is to do so."""
+        if self._chain.handover is None or not self.is_head or self._has_told or self.has_stopped:
+            return
+        try:
+            if self._core.tables.are_open:
+                raise WireError("rows of tables are not handed over")
+            self._whole = self._all_of_it()
+            yield from self._release()
+        except WireError as error:
+            self._has_told = True
+            yield HandedOver(self._chain, str(error))
+
+    def _all_of_it(self) -> list[Message]:
+        """Entries that say all that is here. Raises WireError."""
+        attached = [replace(entry) for worker, entry in self._attached.items() if worker not in self._core.gone]
+        whole = entries.of_whole(self._core, attached)
         for entry in whole:
             entry.clock, entry.flags = self._number, MORE if entry is not whole[-1] else 0
-            yield self._forward(entry)
+        return whole
 
     def _hear(self, message: Message) -> Iterator[CopyAction]:
         """The copies after this one have all entries up to this."""
@@ -272,7 +352,7 @@ class Replication:
             yield from self._acknowledge(message.clock)
             return
         if newcomer.waits_from is None:
-            newcomer.waits_from = self._number
+            newcomer.waits_from, newcomer.whole = self._number, ()
         if message.clock > self._acknowledged:
             yield from self._acknowledge(message.clock)
         if message.clock >= newcomer.waits_from and not newcomer.is_there:
@@ -283,7 +363,7 @@ class Replication:
     def _next(self) -> int | None:
         """Whom entries are sent to."""
         after, newcomer = self._chain.after(self._server), self._newcomer
-        return newcomer.server if newcomer is not None and newcomer.began_at >= 0 else after
+        return newcomer.server if newcomer is not None and newcomer.has_begun else after
 
     def _hand_on(self, entry: Message) -> Iterator[CopyAction]:
         if self._next is not None:
@@ -307,6 +387,9 @@ class Replication:
     def _release(self) -> Iterator[CopyAction]:
         while self._held and self._held[0][0] <= self._acknowledged:
             yield self._held.popleft()[1]
+        if self.has_stopped and not self._has_told and self._acknowledged == self._number:
+            self._has_told = True
+            yield HandedOver(self._chain)
 
 
 def _required(server: int | None) -> int:

@@ -4,7 +4,7 @@ Sans-IO: whoever carries messages calls it, gives it the time, and does what it 
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -246,7 +246,7 @@ class ServerCore:
         return all(self._gone.isdisjoint(shard.rule.active) and shard.is_repeatable for shard in shards)
 
     @property
-    def gone(self) -> Iterable[int]:
+    def gone(self) -> Collection[int]:
         """Workers of which nothing is heard any more."""
         return self._gone
 

@@ -1,7 +1,7 @@
 """What workers ask of servers, and what servers say."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,10 @@ class ServerSpec:
     update itself, in the midst of which it might die."""
     is_copied_apart: bool = False
     """Copies of key ranges are on several hosts: not all of them reach the memory of a worker."""
+
+    def anew(self) -> "ServerSpec":
+        """What another copy of the key range is built by, with a rule of its own."""
+        return replace(self, rule=self.rule.for_another_shard())
 
 
 class Push(NamedTuple):

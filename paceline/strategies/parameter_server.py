@@ -56,6 +56,10 @@ class ParameterServer(Strategy):
     consistency: Consistency = "bsp"
     servers: int = option(1, "number of servers, each owning one key range")
     replicas: int = option(0, "other servers that have a copy of each one's key range, and go on with it when it dies")
+    ranges: int | None = option(
+        None,
+        "with replicas, key ranges of all servers together, of which those that join take some (default: one each)",
+    )
     staleness: int | None = option(None, f"clocks a worker may run ahead of the slowest (default {DEFAULT_STALENESS})")
     backup_workers: int = option(0, "gradients of a clock that need not be waited for")
     torn_reads: bool = option(
@@ -81,6 +85,11 @@ class ParameterServer(Strategy):
             raise UsageError(f"servers must be at least 1, not {self.servers}")
         if self.replicas:
             self._require_replicable()
+        if self.ranges is not None and not (self.replicas and self.ranges >= self.servers):
+            raise UsageError(
+                f"ranges={self.ranges} is for servers with replicas, each of which has at least one; give replicas=1 "
+                f"or more, and ranges={self.servers} or more"
+            )
         if self.staleness is not None and self.consistency != "ssp":
             raise UsageError(f"staleness has no effect under ps-{self.consistency}; use ps-ssp")
         if self.staleness is not None and self.staleness < 0:
@@ -122,6 +131,7 @@ class ParameterServer(Strategy):
             shows_model=self.consistency != "bsp",
             num_servers=self.servers,
             num_replicas=self.replicas,
+            num_ranges=self.ranges,
             outlives_workers=self._outlives_workers,
             passes_attacks=True,
             holds_rows=True,

@@ -165,6 +165,8 @@ class Traits:
     """Servers that the engine has to place."""
     num_replicas: int = 0
     """Other servers that have a copy of what each one holds, and go on with it when that one dies."""
+    num_ranges: int | None = None
+    """Key ranges that the model is cut into, where servers have replicas; none: one a server."""
     traffic: tuple[Traffic, ...] | None = None
     """What moves how far and how often; an empty tuple if nothing does. None: not declared, so that plans refuse it."""
     untold: str = ""

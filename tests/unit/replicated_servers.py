@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -20,14 +20,15 @@ from paceline.messages import Kind, Message
 from paceline.records import UpdateRecord
 from paceline.server.actions import Send, Updated
 from paceline.server.admission import BulkSynchronous, StaleSynchronous
-from paceline.server.chains import Chain, Chains, from_body, to_body
+from paceline.server.chains import Chain, Chains, Handover, from_body, to_body
 from paceline.server.client_core import ClientCore
 from paceline.server.conversation import Conversation, hear
 from paceline.server.part_state import states_of
 from paceline.server.ranges import cut
-from paceline.server.replication import Copied, CopyAction, Replication, Said, ToServer
+from paceline.server.replication import Copied, CopyAction, HandedOver, Replication, Said, ToServer
 from paceline.server.server_core import ServerCore
 from paceline.server.spec import OptimizerSpec, Push, ServerSpec
+from paceline.server.spreading import departure, removal, succession
 
 EPOCH, FOREVER, GONE, ATTEMPTS = 1, 10**9, 10**6, 9
 LAYOUT = by_group([TensorSpec("weight", (96,), torch.float32), TensorSpec("bias", (5,), torch.float64)])
@@ -50,6 +51,14 @@ class Death:
     num_lost: int
 
 
+@dataclass(frozen=True)
+class Joining:
+    """A server comes to this host once so many messages have arrived, since all began to train."""
+
+    after: int
+    host: str
+
+
 class Net:
     """Workers, servers with copies, and who tells them of deaths. What is sent arrives in any order, except on one
     way; what was sent to a dead server is lost, and the last of what it has sent may be."""
@@ -58,8 +67,8 @@ class Net:
     """Of the workers, the last, who do not take part from the start."""
     piece_bytes = 128
     copies_anew = False
-    """Where a chain has lost a server, another one is given a copy, at any time after that. A server only dies while
-    each key range has another copy."""
+    """Where a chain has lost a server, another one is given a copy, at any time after that, and once servers have died
+    or joined, key ranges and copies move. A server only dies while each key range has another copy."""
 
     def __init__(
         self,
@@ -75,13 +84,19 @@ class Net:
         worker_hosts: Sequence[str] = (),
     ) -> None:
         self.chains = Chains.first(hosts, replicas=replicas, epoch=EPOCH)
-        self.hosts, self.random = hosts, random.Random(seed)
+        self.hosts, self.random = list(hosts), random.Random(seed)
+        self.joining: list[Joining] = []
+        self.num_delivered = 0
+        self.num_handed = 0
+        self.unserved: set[int] = set()
+        """Key ranges of which the launcher has yet to hear who serves them."""
+        self.put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.deaths: dict[int, Death] = {}
         self.num_sent: Counter[int] = Counter()
         """By server, since all began to train."""
         self.dead: set[int] = set()
         self.num_copied: Counter[str] = Counter()
-        """New copies, and why there was none."""
+        """New copies, or why there was none, and key ranges that were handed over."""
         self.ways: dict[tuple[str, str, int], deque[Any]] = {}
         self.records: list[UpdateRecord] = []
         self.talks: dict[int, Conversation] = {}
@@ -107,6 +122,7 @@ class Net:
             for server in chain.servers:
                 self.build(server, chain)
         self.heads = [[chain.head for chain in self.chains.chains] for _ in range(num_workers)]  # as workers know
+        self.epochs = [[EPOCH for _ in self.chains.chains] for _ in range(num_workers)]
         self.buffers = [
             [torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(2)] for _ in range(num_workers)
         ]
@@ -131,12 +147,15 @@ class Net:
             client.attached()
         self.ask(0, self.clients[0].initialise(iteration=0))
         self.run()
-        self.deaths = {death.server: death for death in deaths}
+        self.deaths, self.num_delivered = {death.server: death for death in deaths}, 0
+
+    def new_core(self, chain: Chain) -> ServerCore:
+        core = ServerCore(index=chain.key_range, epoch=chain.epoch)
+        core.configure(self.specs[chain.key_range].anew())
+        return core
 
     def build(self, server: int, chain: Chain) -> None:
-        core = ServerCore(index=chain.key_range, epoch=chain.epoch)
-        spec = self.specs[chain.key_range]
-        core.configure(replace(spec, rule=spec.rule.for_another_shard()))
+        core = self.new_core(chain)
         reach, is_new = partial(self.attach_copy, server, chain.key_range), server == chain.newcomer
         copy = Replication(core, server=server, chain=chain, reach=reach, is_new=is_new)
         self.copies[server, chain.key_range] = core, copy
@@ -153,7 +172,7 @@ class Net:
 
     def ask(self, worker: int, sends: Iterable[Send]) -> None:
         for key_range, message in sends:
-            server = self.heads[worker][key_range]
+            server, message.epoch = self.heads[worker][key_range], self.epochs[worker][key_range]
             self.put(f"w{worker}", f"s{server}", key_range, [bytes(frame) for frame in message.encode()])
 
     def put(self, source: str, target: str, key_range: int, item: Any) -> None:
@@ -165,18 +184,30 @@ class Net:
 
     def deliver_one(self) -> bool:
         ways = [way for way, queue in self.ways.items() if queue]
+        if (not ways or self.random.random() < 0.1) and self.go_on_moving():
+            return True
         if not ways:
             return False
+        self.num_delivered += 1
         source, target, key_range = way = self.random.choice(ways)
         self.take(source, target, key_range, self.ways[way].popleft())
         return True
 
+    def go_on_moving(self) -> bool:
+        """What the launcher does of itself; whether there was anything."""
+        if self.joining and (self.num_delivered >= self.joining[0].after or not any(self.ways.values())):
+            self.hosts.append(self.joining.pop(0).host)
+            self.chains = self.chains.joined(len(self.hosts) - 1, self.hosts[-1])
+            return True
+        return self.copies_anew and self.move()
+
     def take(self, source: str, target: str, key_range: int, item: Any) -> None:
         if target == "launcher":
-            self.restore(key_range, item)
+            self.hear_of_copies(key_range, item)
             return
         number = int(target[1:])
-        if target[0] == "s" and number in self.dead:
+        is_gone = number in self.dead or (source != "launcher" and (number, key_range) not in self.copies)
+        if target[0] == "s" and is_gone:
             return
         if source == "launcher":
             self.hear_of(target, item)
@@ -189,7 +220,13 @@ class Net:
 
     def serve(self, source: str, server: int, key_range: int, message: Message) -> None:
         core, copy = self.copies[server, key_range]
-        if message.kind is Kind.ATTACH:
+        is_of_worker = source[0] == "w"
+        if copy.has_stopped and is_of_worker:
+            again = partial(self.serve, source, server, key_range, message)
+            self.put_off.setdefault((server, key_range), []).append(again)
+        elif is_of_worker and not (copy.is_head and message.epoch == core.epoch):
+            pass  # it has yet to hear who serves
+        elif message.kind is Kind.ATTACH:
             worker = int(source[1:])
             is_beside = self.is_beside(worker, server)
             parameters, gradients = self.buffers[worker] if is_beside else (None, None)
@@ -218,7 +255,7 @@ class Net:
                 self.put(f"s{server}", f"s{action.to}", key_range, frames)
             elif isinstance(action, Said):
                 action.say(action.what)
-            elif isinstance(action, Copied):
+            elif isinstance(action, Copied | HandedOver):
                 self.put(f"s{server}", "launcher", key_range, action)
             elif isinstance(action, Updated):
                 self.records += action.records
@@ -237,47 +274,108 @@ class Net:
             if source == f"s{death.server}":
                 for _ in range(min(death.num_lost, len(queue))):
                     queue.pop()
+        served = {chain.key_range for chain in self.chains.chains if chain.head == death.server}
         self.chains, changed = self.chains.died(death.server)
+        self.unserved |= served
         for chain in changed:
             self.tell(chain)
-            if self.copies_anew:
-                self.put("launcher", "launcher", chain.key_range, None)
 
     def tell(self, chain: Chain) -> None:
+        before = self.chains.chains[chain.key_range]
         self.chains = self.chains.changed(chain)
-        for server in (*chain.servers, chain.newcomer):
-            if server is not None:
-                self.put("launcher", f"s{server}", chain.key_range, to_body(chain))
+        told = {*before.servers, before.newcomer, *chain.servers, chain.newcomer} & self.chains.living
+        for server in sorted(told):
+            self.put("launcher", f"s{server}", chain.key_range, to_body(chain))
 
-    def restore(self, key_range: int, copied: Copied | None) -> None:
-        """As the launcher does by and by, and when it hears of a new copy."""
+    def hear_of_copies(self, key_range: int, told: Copied | HandedOver) -> None:
+        """As the launcher does, once all key ranges are served."""
         chain = self.chains.chains[key_range]
-        if copied is not None:
-            if (chain.newcomer, chain.servers[-1]) != (copied.chain.newcomer, copied.chain.servers[-1]):
-                return
-            self.tell(replace(chain, newcomer=None) if copied.why_not else chain.extended())
-            self.num_copied[copied.why_not] += 1
-            if self.num_copied[copied.why_not] > ATTEMPTS and copied.why_not:
-                return
-        for lacking in self.chains.lacking() if self.copies_anew else ():
-            if lacking.key_range == key_range and lacking.newcomer is not None:
-                self.build(lacking.newcomer, lacking)
-                self.tell(lacking)
+        if self.unserved:
+            self.put("launcher", "launcher", key_range, told)
+        elif isinstance(told, Copied):
+            is_known = chain.newcomer is not None and chain.newcomer == told.chain.newcomer
+            if is_known and chain.servers[-1] == told.chain.servers[-1]:
+                self.num_copied[told.why_not] += 1
+                self.tell(replace(chain, newcomer=None) if told.why_not else chain.extended())
+        elif chain == told.chain and told.why_not:
+            self.num_copied[told.why_not] += ATTEMPTS
+            self.tell(replace(chain, handover=None))
+        elif chain == told.chain:
+            self.num_copied["handed over"] += 1
+            self.unserved.add(key_range)
+            self.tell(chain.handed_over())
+
+    def move(self, *, may_hand_over: bool = True) -> bool:
+        """As the launcher does by and by, one thing at a time; whether there was anything."""
+        chains, may_copy = self.chains, sum(self.num_copied.values()) < ATTEMPTS or self.has_copied_all
+        if chains.is_of_the_start or self.unserved:
+            return False
+        newcomers = [*chains.lacking()] if may_copy else []
+        is_at_rest = all(chain.is_at_rest for chain in chains.chains)
+        leaving = departure(chains) if is_at_rest and may_hand_over else None
+        if not newcomers and is_at_rest and leaving is None and may_copy:
+            newcomers = [moved] if (moved := removal(chains)) is not None else []
+        if newcomers:
+            assert newcomers[0].newcomer is not None
+            self.build(newcomers[0].newcomer, newcomers[0])
+            self.tell(newcomers[0])
+        elif leaving is not None and leaving.server != leaving.chain.head:
+            self.tell(leaving.chain.without(leaving.server))
+        elif leaving is not None:
+            self.hand_over(leaving.chain, self.random.choice(leaving.chain.servers[1:]))
+        elif is_at_rest and may_hand_over and may_copy and (following := succession(chains)) is not None:
+            self.hand_over(*following)
+        else:
+            return False
+        return True
+
+    @property
+    def has_copied_all(self) -> bool:
+        """Whether no copy was refused."""
+        return self.num_copied.keys() <= {"", "handed over"}
+
+    def hand_over(self, chain: Chain, to: int) -> None:
+        self.num_handed += 1
+        self.tell(replace(chain, handover=Handover(to, self.num_handed)))
 
     def hear_of(self, target: str, item: Any) -> None:
         number = int(target[1:])
         chain = from_body(item)
-        if target[0] == "w":
-            if chain.head not in self.dead and self.heads[number][chain.key_range] != chain.head:
-                self.heads[number][chain.key_range] = chain.head
-                is_beside = self.is_beside(number, chain.head)
-                client = self.clients[number]
-                self.ask(number, client.moved(chain.key_range, epoch=chain.epoch, is_beside=is_beside, body={}))
-            return
-        self.do(number, chain.key_range, self.copies[number, chain.key_range][1].reform(chain))
-        if chain.head == number:
-            for worker in range(len(self.clients)):
-                self.put("launcher", f"w{worker}", chain.key_range, item)
+        if target[0] == "s":
+            if self.reform(number, chain):
+                for worker in range(len(self.clients)):
+                    self.put("launcher", f"w{worker}", chain.key_range, item)
+        elif chain.head not in self.dead and self.epochs[number][chain.key_range] < chain.epoch:
+            self.heads[number][chain.key_range] = chain.head
+            self.epochs[number][chain.key_range] = chain.epoch
+            self.ways[f"s{chain.head}", f"w{number}", chain.key_range] = deque()  # what came on a way that is closed
+            is_beside, client = self.is_beside(number, chain.head), self.clients[number]
+            self.ask(number, client.moved(chain.key_range, epoch=chain.epoch, is_beside=is_beside, body={}))
+
+    def reform(self, server: int, chain: Chain) -> bool:
+        """A server hears of a chain that it is in, or was; whether it serves now."""
+        key = server, chain.key_range
+        if server not in (*chain.servers, chain.newcomer):
+            if key in self.copies and not self.copies[key][1].is_new:  # else it was built since
+                del self.copies[key]
+                self.put_off.pop(key, None)
+            return False
+        core, copy = self.copies[key]
+        if copy.has_stopped and chain.epoch > core.epoch:
+            self.step_back(server, chain)
+        self.do(server, chain.key_range, self.copies[key][1].reform(chain))
+        for do in self.put_off.pop(key, []):
+            do()
+        if chain == self.chains.chains[chain.key_range] and chain.head == server not in self.dead:
+            self.unserved.discard(chain.key_range)
+        return chain.head == server
+
+    def step_back(self, server: int, chain: Chain) -> None:
+        """The memory of workers that was in reach stays so."""
+        core, (_, copy) = self.new_core(chain), self.copies[server, chain.key_range]
+        self.copies[server, chain.key_range] = core, copy
+        reach = partial(Net.attach_copy, self, server, chain.key_range)
+        self.copies[server, chain.key_range] = core, copy.stepped_back(chain, core, reach)
 
     def train(self, num_steps: int, *, is_exact: bool) -> None:
         """Each worker pushes so many times, whenever it may, and leaves.
@@ -354,7 +452,8 @@ class Restored(Net):
         left = len(self.hosts) - len(self.dead)
         for chain in self.chains.chains:
             assert len(chain.servers) == min(left, self.chains.replicas + 1)
-            assert chain.newcomer is None
+            assert chain.is_at_rest
+        assert self.chains.is_of_the_start or (removal(self.chains), succession(self.chains)) == (None, None)
 
 
 DEATHS = st.builds(Death, st.integers(0, 2), st.integers(1, 50), st.integers(0, 3))

@@ -110,6 +110,7 @@ def test_memory_that_is_open_stays_so_when_its_worker_has_died() -> None:
         entry.sender, entry.epoch, entry.clock = chain.servers[-2], EPOCH, number
         holding.handle_copy(chain.servers[-2], entry.encode())
         gradients.close_descriptor()
+    holding.reform(replace(chain, servers=(server,), epoch=EPOCH + 1))
     push = Message(Kind.EXCHANGE, EPOCH, sender=1, pause_at=FOREVER)
     holding.let_go(1, push, lambda _: None)
     (parameters,) = (part.shard.parameters for part in holding.core.parts)

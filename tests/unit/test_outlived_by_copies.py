@@ -4,7 +4,7 @@ pushed counts in all key ranges or in none, once, and nobody waits for whoever i
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from paceline.elastic import Done
 from paceline.messages import Message
 from paceline.server.actions import Send
 from paceline.server.chains import Chain, from_body, to_body
-from paceline.server.replication import Copied, Replication, ToServer
+from paceline.server.replication import Copied, HandedOver, Replication, ToServer
 from paceline.server.spec import Push
 from paceline.server.tables.client_core import TableClient
 from paceline.server.tables.dividing import joined
@@ -26,7 +26,7 @@ from paceline.server.tables.spec import RowGradients
 from paceline.server.whole_pushes import what_counts
 from tests.unit import replicated_servers
 from tests.unit.one_table import NUM_ROWS, spec_of
-from tests.unit.replicated_servers import DEATHS, EPOCH, FOREVER, LAYOUT, PLAIN, TWO_DEATHS, Death
+from tests.unit.replicated_servers import DEATHS, EPOCH, FOREVER, LAYOUT, PLAIN, TWO_DEATHS, Death, Joining
 
 STEPS, NUM_WORKERS, JOINER = 3, 2, 2
 TABLE = spec_of("sgd:lr=1", std=0.0)
@@ -93,12 +93,20 @@ class Net(replicated_servers.Net):
             super().hear_of(target, item)
         elif isinstance(item, dict):
             chain = from_body(item)
-            self.do(number, chain.key_range, self.copies[number, chain.key_range][1].reform(chain))
-            if chain.head == number:
+            if self.reform(number, chain):
                 self.put(target, "launcher", chain.key_range, chain)
         else:
-            key_range, call, said = item
-            self.do(number, key_range, call(self.copies[number, key_range][1], partial(self._say, target, item, said)))
+            self.call(number, *item)
+
+    def call(self, server: int, key_range: int, call: Call, said: dict[int, Any]) -> None:
+        """The launcher asks this of it."""
+        _, copy = self.copies[server, key_range]
+        if copy.has_stopped:
+            again = partial(self.call, server, key_range, call, said)
+            self.put_off.setdefault((server, key_range), []).append(again)
+        else:
+            say = partial(self._say, f"s{server}", (key_range, call, said), said)
+            self.do(server, key_range, call(copy, say))
 
     def _say(self, server: str, item: Any, said: dict[int, Any], what: Any) -> None:
         self.put(server, "launcher", item[0], (item[0], said, what))
@@ -137,17 +145,30 @@ class Net(replicated_servers.Net):
         self.copies[server, key_range][0].attach(message, gradients=None, parameters=None, is_beside=False)
         return len(set(self.hosts)) > 1
 
+    def move(self, *, may_hand_over: bool = True) -> bool:
+        """Nobody is asked about a key range that is about to be handed over."""
+        is_served = len(self.serving) == len(self.chains.chains)
+        return is_served and super().move(may_hand_over=may_hand_over and self.launcher is None)
+
     def hear(self, key_range: int, item: Any) -> None:
         """The launcher has word of a server: that it serves, what has become of a new copy, or what it was asked."""
-        if item is None or isinstance(item, Copied):
-            self.restore(key_range, item)
+        if isinstance(item, Copied | HandedOver):
+            self.hear_of_copies(key_range, item)
         elif not isinstance(item, Chain):
             _, said, what = item
             said.setdefault(key_range, what)
-        elif item.head not in self.dead and key_range not in self.serving:
+        elif item.head not in self.dead and key_range not in self.serving and item.epoch == self.epoch_of(key_range):
             self.serving[key_range] = item.head
             for worker in self.present:
                 self.put("launcher", f"w{worker}", key_range, to_body(item))
+
+    def epoch_of(self, key_range: int) -> int:
+        return self.chains.chains[key_range].epoch
+
+    def tell(self, chain: Chain) -> None:
+        if chain.epoch > self.epoch_of(chain.key_range):  # handed over
+            self.serving.pop(chain.key_range, None)
+        super().tell(chain)
 
     def go_on(self) -> bool:
         """What the launcher does; whether there is anything."""
@@ -162,6 +183,9 @@ class Net(replicated_servers.Net):
         """Returns what is said of each key range."""
         said: dict[int, Any] = {}
         asked: dict[int, int] = {}
+        for chain in self.chains.chains:
+            if chain.handover is not None:
+                self.tell(replace(chain, handover=None))
         while len(said) < len(self.chains.chains):
             for key_range, server in self.serving.items():
                 if key_range not in said and asked.get(key_range) != server:
@@ -339,8 +363,11 @@ def require_each_counts_whole(
     joins_after: int | None = None,
     lives_on: bool = False,
     kind: type[Net] = Net,
+    joining: Sequence[Joining] = (),
 ) -> None:
     net = kind(rule, PLACES[places], replicas=replicas, deaths=deaths, seed=seed)
+    hosts = PLACES[places].servers  # where all servers are on one host at first, others come to that one
+    net.joining = [each if len(set(hosts)) > 1 else replace(each, host=hosts[0]) for each in joining]
     training = Training(net, dead=None if dies_after is None else seed % NUM_WORKERS, lives_on=lives_on)
     training.run(dies_after=dies_after, joins_after=joins_after)
     clocks = counted(training).values()
@@ -440,6 +467,49 @@ def test_copies_are_made_anew_while_workers_die_and_join(
     )
 
 
+def servers_come(joining: list[tuple[int, str]]) -> list[Joining]:
+    return [Joining(after, host) for after, host in sorted(joining)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rule=st.sampled_from(["asp", "ssp", "bsp"]),
+    places=st.sampled_from(sorted(PLACES)),
+    deaths=st.lists(st.builds(Death, st.integers(0, 4), st.integers(1, 60), st.integers(0, 3)), max_size=3).map(
+        lambda deaths: list({death.server: death for death in deaths}.values())
+    ),
+    seed=st.integers(0, 2**32),
+    dies_after=st.none() | POINTS,
+    joins_after=st.none() | POINTS,
+    joining=st.lists(st.tuples(POINTS, st.sampled_from("abd")), min_size=1, max_size=2).map(servers_come),
+    lives_on=st.booleans(),
+    replicas=st.integers(1, 2),
+)
+def test_servers_join_while_workers_die_and_join(
+    rule: str,
+    places: str,
+    deaths: list[Death],
+    seed: int,
+    dies_after: int | None,
+    joins_after: int | None,
+    joining: list[Joining],
+    lives_on: bool,
+    replicas: int,
+) -> None:
+    require_each_counts_whole(
+        rule,
+        places,
+        deaths,
+        replicas=replicas,
+        seed=seed,
+        dies_after=dies_after,
+        joins_after=joins_after,
+        lives_on=lives_on,
+        kind=Restored,
+        joining=joining,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Net, RowsNet])
 @pytest.mark.parametrize("places", sorted(PLACES))
@@ -455,6 +525,17 @@ def test_a_worker_dies_with_a_server_after_any_of_its_messages(places: str, vict
 
 def net_of(places: str) -> Net:
     return Net("asp", PLACES[places], replicas=1, deaths=[], seed=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_worker_that_has_died_keeps_no_copy_from_being_made_anew(seed: int) -> None:
+    """Its memory, which copies of before have open, cannot be opened any more."""
+    net = Restored("asp", PLACES["one host"], replicas=1, deaths=[], seed=seed)
+    Training(net, dead=0, lives_on=False).run(dies_after=20, joins_after=None)
+    net.kill(Death(1, 0, 0))
+    net.run()
+    assert all(len(chain.servers) == 2 for chain in net.chains.chains)
+    assert net.has_copied_all
 
 
 def test_a_change_is_in_a_copy_whole_or_not_at_all() -> None:

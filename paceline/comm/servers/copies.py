@@ -1,7 +1,8 @@
 """A server's connections to those that hold the next copy of what it has."""
 
 import functools
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from typing import NamedTuple, final
 
 import zmq
@@ -26,7 +27,7 @@ class NextCopies:
     """
 
     def __init__(self, keys: Keys, *, server: int, poller: zmq.Poller) -> None:
-        self.endpoints: Mapping[int, str] = {}
+        self.endpoints: dict[int, str] = {}
         """Where each server listens."""
         self._keys, self._server, self._poller = keys, server, poller
         self._ways: dict[int, _Way] = {}  # by key range
@@ -34,7 +35,7 @@ class NextCopies:
     def send(self, key_range: int, to: int, message: Message) -> None:
         """The last server it was sent to is no longer spoken to, if that was another one."""
         if key_range not in self._ways or self._ways[key_range].to != to:
-            self._close(key_range)
+            self.leave(key_range)
             identity = identity_of_server(self._server, key_range).decode()
             caller = Caller(self._keys, endpoint=self.endpoints[to], identity=identity)
             for socket in caller.sockets:
@@ -52,9 +53,10 @@ class NextCopies:
 
     def close(self) -> None:
         for key_range in list(self._ways):
-            self._close(key_range)
+            self.leave(key_range)
 
-    def _close(self, key_range: int) -> None:
+    def leave(self, key_range: int) -> None:
+        """Nobody is spoken to about it any more, for the time being."""
         if key_range in self._ways:
             way = self._ways.pop(key_range)
             for socket in way.caller.sockets:
@@ -66,3 +68,10 @@ class NextCopies:
 def identity_of_server(server: int, key_range: int) -> bytes:
     """A server's name on the socket of the next one of that key range's chain."""
     return f"server-{server}@{key_range}".encode()
+
+
+@functools.lru_cache
+def server_of(identity: bytes) -> int | None:
+    """Whose name `identity_of_server` gives this is; none: it is none of these."""
+    found = re.fullmatch(rb"server-(\d{1,9})@\d+", identity)
+    return int(found[1]) if found else None

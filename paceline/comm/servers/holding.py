@@ -20,7 +20,7 @@ from paceline.records import Reporter, UpdateRecord
 from paceline.server.actions import Send, Updated
 from paceline.server.chains import Chain
 from paceline.server.closing import Applied
-from paceline.server.replication import Copied, CopyAction, Replication, Said, ToServer
+from paceline.server.replication import Copied, CopyAction, HandedOver, Replication, Said, ToServer
 from paceline.server.server_core import ServerCore
 from paceline.server.spec import ServerSpec
 from paceline.server.tables.storage import InMemory
@@ -33,18 +33,19 @@ Say = Callable[[Any], object]
 class Neighbour:
     """A worker on this host, as this server reaches it."""
 
+    worker: int
     line: ServerLine
-    segments: tuple[SharedBlock, ...]
-    gradients: Sequence[int]
-    """The address of the gradients."""
+    gradients: SharedBlock
+    parameters: SharedBlock
     borrows: bool
     """Whether it serves itself from shards that are lent: all servers of the run are on this host."""
     asked_on_line: bool = False
     """Whether the last request came that way; its answer goes back the same."""
 
-    def close(self) -> None:
-        for segment in self.segments:
-            segment.close()
+    def close(self, *, keeps_gradients: bool = False) -> None:
+        if not keeps_gradients:
+            self.gradients.close()
+        self.parameters.close()
         self.line.close()
 
 
@@ -58,7 +59,7 @@ class Holding:
         reporter: gets a record for every gradient applied.
         send: sends a message to the socket of that identity.
         is_copy: it is of a key range that another server has at the start.
-        on_copied: told what has become of a new copy.
+        on_told: told what has become of a new copy, or of a handover.
     """
 
     def __init__(
@@ -70,14 +71,14 @@ class Holding:
         reporter: Reporter,
         send: Callable[[bytes, Message], None],
         is_copy: bool = False,
-        on_copied: Callable[[Copied], object] = lambda copied: None,
+        on_told: Callable[[Copied | HandedOver], object] = lambda told: None,
     ) -> None:
         self.core = ServerCore(index=index, epoch=epoch, new_memory=self._new_memory)
         self.identity_of = functools.partial(identity_of, number=number, copy_of=index if is_copy else None)
         """A worker's name."""
         self.neighbours: dict[bytes, Neighbour] = {}
         """By identity."""
-        self._reporter, self._send_elsewhere, self._on_copied = reporter, send, on_copied
+        self._reporter, self._send_elsewhere, self._on_told = reporter, send, on_told
         self._spec: ServerSpec | None = None
         self._shared: SharedBlock | None = None
         self._lending: Lending | None = None
@@ -85,10 +86,16 @@ class Holding:
         self._reached: dict[int, SharedBlock] = {}
         """By worker that another copy has told of: its gradients, if it is on this host."""
         self._send_on: Callable[[int, int, Message], None] | None = None
+        self._put_off: list[Callable[[], None]] = []
 
     @property
     def iteration(self) -> int:
         return max(self.core.iteration, self._lending.iteration if self._lending is not None else 0)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it is to become one of several copies, and is none yet."""
+        return self._replication is not None and self._replication.is_new
 
     def configure(self, spec: ServerSpec, *, has_copies: bool = False) -> None:
         """Build the shards; called once, before any worker attaches.
@@ -119,9 +126,30 @@ class Holding:
         self._replication = Replication(self.core, server=server, chain=chain, reach=self._reach, is_new=is_new)
 
     def reform(self, chain: Chain) -> None:
-        """The chain of copies has changed."""
-        if self._replication is not None:
-            self._do(self._replication.reform(chain))
+        """The chain of copies has changed. What was put off is done, or, if another server has come to serve, comes to
+        nothing: there it is asked again."""
+        if self._replication is None:
+            return
+        if self._replication.has_stopped and chain.epoch > self.core.epoch:
+            self._step_back(self._replication, chain)
+        self._do(self._replication.reform(chain))
+        put_off, self._put_off = self._put_off, []
+        for do in put_off:
+            do()
+
+    def _step_back(self, before: Replication, chain: Chain) -> None:
+        """Have a copy of what this server has served until now."""
+        assert self._spec is not None
+        core, neighbours = self.core, [*self.neighbours.values()]
+        new = {each.worker for each in neighbours if self._memory_is_read} - self._reached.keys()
+        self._reached |= {each.worker: each.gradients for each in neighbours if each.worker in new}
+        self.core = ServerCore(index=core.index, epoch=chain.epoch, new_memory=self._new_memory)
+        self.core.configure(self._spec.anew())
+        self._replication = before.stepped_back(chain, self.core, self._reach)
+        self.neighbours.clear()
+        core.close()
+        for each in neighbours:
+            each.close(keeps_gradients=each.worker in new)
 
     def handle_copy(self, server: int, frames: Sequence[Raw]) -> None:
         """Another copy says something. Raises WireError if it is nothing that the next or the last one would."""
@@ -132,9 +160,15 @@ class Holding:
         self._do(self._replication.receive(message, time.perf_counter()))
 
     def handle(self, identity: bytes, frames: Sequence[Raw]) -> None:
-        """Answer one request, and whoever it completes; trouble with it is the asker's."""
+        """Answer one request, and whoever it completes; trouble with it is the asker's. Where there are copies, who
+        asks one that does not serve, or asks in another epoch, has yet to hear who does."""
+        if self._replication is not None and self._replication.has_stopped:
+            self._put_off.append(functools.partial(self.handle, identity, frames))
+            return
         try:
-            message = Message.decode(frames, epoch=self.core.epoch)
+            message = Message.decode(frames, epoch=None if self._replication is not None else self.core.epoch)
+            if self._replication is not None and (not self._replication.is_head or message.epoch != self.core.epoch):
+                return
             is_of_copy = message.kind in (Kind.REPLICATE, Kind.REPLICATED)
             if is_of_copy or identity != self.identity_of(message.sender):
                 raise WireError(f"refused a message for worker {message.sender} from {identity!r}")
@@ -151,7 +185,7 @@ class Holding:
         if self._lending is not None and is_plain and self.core.is_quiet:
             workers = {rank: self.neighbours[self.identity_of(rank)] for rank in sorted(self.core.active)}
             if all(worker.borrows for worker in workers.values()):
-                gradients = {rank: worker.gradients for rank, worker in workers.items()}
+                gradients = {rank: astuple(worker.gradients.address) for rank, worker in workers.items()}
                 self._lending.lend(self.core.parts, gradients)
 
     def part_with(self, worker: int, say: Say) -> None:
@@ -163,7 +197,7 @@ class Holding:
         if self._replication is None:
             say(self.core.part_with(worker))
         else:
-            self._do(self._replication.part_with(worker, say))
+            self._have_copies(lambda copy: copy.part_with(worker, say))
 
     def let_go(self, worker: int, counts: Message | None, say: Say) -> None:
         """As `ServerCore.let_go`. The worker's memory stays, since what it has given may be read yet."""
@@ -173,7 +207,7 @@ class Holding:
             self._do(self.core.let_go(worker, counts, now_s))
             say(None)
         else:
-            self._do(self._replication.let_go(worker, counts, say, now_s))
+            self._have_copies(lambda copy: copy.let_go(worker, counts, say, now_s))
 
     def expect(self, worker: int, say: Say) -> None:
         """Do what `ServerCore.expect` does."""
@@ -181,7 +215,7 @@ class Holding:
         if self._replication is None:
             say(self.core.expect(worker))
         else:
-            self._do(self._replication.expect(worker, say))
+            self._have_copies(lambda copy: copy.expect(worker, say))
 
     def let_in(self, worker: int, clock: int, say: Say) -> None:
         """Has the core let the worker in, and sends what it answers."""
@@ -191,7 +225,15 @@ class Holding:
             self._do(self.core.let_in(worker, clock, now_s))
             say(None)
         else:
-            self._do(self._replication.let_in(worker, clock, say, now_s))
+            self._have_copies(lambda copy: copy.let_in(worker, clock, say, now_s))
+
+    def _have_copies(self, do: Callable[[Replication], Iterator[CopyAction]]) -> None:
+        """Do what the launcher asks whoever serves for."""
+        assert self._replication is not None
+        if self._replication.has_stopped:
+            self._put_off.append(functools.partial(self._have_copies, do))
+        elif self._replication.is_head:  # else the launcher asks the one that is
+            self._do(do(self._replication))
 
     def look(self) -> None:
         """Report what workers have done with what was lent to them, and do what is due by now."""
@@ -231,8 +273,8 @@ class Holding:
                 self._send_to_copy(action)
             elif isinstance(action, Said):
                 action.say(action.what)
-            elif isinstance(action, Copied):
-                self._on_copied(action)
+            elif isinstance(action, Copied | HandedOver):
+                self._on_told(action)
             elif isinstance(action, Updated):
                 records += action.records
             else:
@@ -276,18 +318,21 @@ class Holding:
         are open they stay so: when it attaches anew, as another copy serves, it may have died since. False: they were
         to be had, and are not."""
         assert self._spec is not None
-        if message.sender in self._reached:
-            return True
-        num_bytes, gradients = self._spec.layout.num_bytes, None
-        # A worker says nothing of its memory to a server on another host, nor is that to be opened on a third.
-        is_in_reach = bool(message.body) and not self._spec.is_copied_apart
-        if is_in_reach:
-            address = _address(message.body.get("gradients"), least_bytes=num_bytes)
+        num_bytes, worker = self._spec.layout.num_bytes, message.sender
+        is_in_reach = bool(message.body) and self._memory_is_read
+        if is_in_reach and worker not in self._reached:
             with contextlib.suppress(PeerLost):
-                self._reached[message.sender] = block = SharedBlock.open(address)
-                gradients = block.tensor[:num_bytes]
+                address = _address(message.body.get("gradients"), least_bytes=num_bytes)
+                self._reached[worker] = SharedBlock.open(address)
+        gradients = self._reached[worker].tensor[:num_bytes] if worker in self._reached else None
         self.core.attach(message, gradients=gradients, parameters=None, is_beside=gradients is not None)
         return gradients is not None or not is_in_reach
+
+    @property
+    def _memory_is_read(self) -> bool:
+        """Whether copies read gradients in workers' memory. A worker says nothing of it to a server on another host,
+        nor is that to be opened on a third."""
+        return self._spec is not None and not self._spec.is_copied_apart
 
     def _attach(self, message: Message) -> Message:
         """Open the memory of a worker on this host, in place of what it had before. Returns what it is told."""
@@ -305,7 +350,7 @@ class Holding:
             line = ServerLine(_address(message.body.get("line"), least_bytes=LINE_BYTES))
             has_place = self._lending is not None and message.sender < self._lending.num_places
             borrows = has_place and message.body.get("borrows") is True
-            self.neighbours[identity] = Neighbour(line, (gradients, parameters), astuple(gradients.address), borrows)
+            self.neighbours[identity] = Neighbour(message.sender, line, gradients, parameters, borrows)
             about = self.core.attach(
                 message,
                 gradients=gradients.tensor[:num_bytes],

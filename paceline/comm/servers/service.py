@@ -4,12 +4,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, final
 
 import zmq
 
-from paceline.comm.servers.copies import NextCopies, identity_of_server
+from paceline.comm.servers.copies import NextCopies, server_of
 from paceline.comm.servers.holding import Holding, Say, key_range_of
 from paceline.comm.servers.line import Bell, BellAddress
 from paceline.comm.wire import Keys, Listener
@@ -17,7 +17,7 @@ from paceline.errors import PeerLost
 from paceline.messages import Message
 from paceline.records import NullReporter, Reporter
 from paceline.server.chains import Chain
-from paceline.server.replication import Copied
+from paceline.server.replication import Copied, HandedOver
 from paceline.server.spec import ServerSpec
 from paceline.server.whole_pushes import Parted
 
@@ -36,7 +36,7 @@ class ParameterService:
         epoch: membership epoch; requests of another one are refused.
         reporter: gets a record for every gradient that the first optimizer applies.
         on_serving: told of each chain of copies that is as it was told to be, and has this server at its head.
-        on_copied: told what has become of a new copy.
+        on_told: told what has become of a new copy, or of a handover.
     """
 
     def __init__(
@@ -48,23 +48,22 @@ class ParameterService:
         epoch: int,
         reporter: Reporter,
         on_serving: Callable[[Chain], None] = lambda chain: None,
-        on_copied: Callable[[Copied], None] = lambda copied: None,
+        on_told: Callable[[Copied | HandedOver], None] = lambda told: None,
     ) -> None:
         self._listener = Listener(keys, host=host)
         self.endpoint = self._listener.endpoint
         self._bell = Bell()
         self._index, self._epoch, self._reporter = index, epoch, reporter
-        self._on_serving, self._on_copied = on_serving, on_copied
+        self._on_serving, self._on_told = on_serving, on_told
         self._poller = zmq.Poller()
         self._next_copies = NextCopies(keys, server=index, poller=self._poller)
         self._copies: dict[int, Holding] = {}  # by key range, of those that have copies
-        self._copies_before: dict[bytes, tuple[Holding, int]] = {}  # by the identity of the server that has the other
-        self._changed: deque[Chain] = deque()
+        self._has_copies = False
+        self._changed: deque[tuple[Chain, Mapping[int, str]]] = deque()
         self._specs: dict[int, ServerSpec] = {}  # by key range, of those that have copies
-        send = self._listener.send
-        self._first = Holding(index=index, number=0, epoch=epoch, reporter=reporter, send=send, on_copied=on_copied)
+        self._first = Holding(index=index, number=0, epoch=epoch, reporter=reporter, send=self._listener.send)
         self._holdings = [self._first]
-        self._asked: dict[bytes, Holding] = {}  # by the identity of who asks, if that is not the first
+        self._asked: dict[bytes, Holding] = {}  # by the identity of who asks, of the run's other optimizers
         self._errands: deque[tuple[Callable[[Say], None], Future[Any]]] = deque()
         self._is_stopping = False
 
@@ -75,7 +74,7 @@ class ParameterService:
 
     @property
     def iteration(self) -> int:
-        return self._first.iteration
+        return max(holding.iteration for holding in (self._first, *self._copies.values()))
 
     def configure(self, spec: ServerSpec) -> None:
         """Build the shards for one optimizer; called once for each in order, before any worker attaches to it. Raises
@@ -89,7 +88,8 @@ class ParameterService:
                 send=self._listener.send,
             )
             holding.configure(spec)
-            self._add(holding, spec)
+            self._asked |= {holding.identity_of(rank): holding for rank in spec.rule.members.ranks}
+            self._holdings.append(holding)
         else:
             self._first.configure(spec)
 
@@ -100,16 +100,16 @@ class ParameterService:
         Args:
             endpoints: of all servers.
         """
-        self._next_copies.endpoints = endpoints
+        self._next_copies.endpoints |= endpoints
         self._build(spec, chain)
 
-    def replicate_anew(self, spec: ServerSpec, chain: Chain) -> None:
+    def replicate_anew(self, spec: ServerSpec, chain: Chain, *, endpoints: Mapping[int, str]) -> None:
         """Build what is to become a copy, as this server is the chain's newcomer; called from another thread. Raises
         what that raises, such as for want of memory; this server goes on."""
 
         def build(say: Say) -> None:
             try:
-                self._build(spec, chain)
+                self.replicate(spec, chain, endpoints=endpoints)
             except Exception as error:  # the key ranges that this server has are none the worse
                 say(error)
             else:
@@ -121,38 +121,40 @@ class ParameterService:
 
     def spec_of(self, key_range: int) -> ServerSpec:
         """Return what another server builds a copy of this key range by, of which this one has a copy."""
-        spec = self._specs[key_range]
-        return replace(spec, rule=spec.rule.for_another_shard())
+        return self._specs[key_range].anew()
 
     def _build(self, spec: ServerSpec, chain: Chain) -> None:
-        if chain.key_range == self._index:
-            holding = self._first
-            holding.configure(spec, has_copies=True)
-        else:
-            before = self._copies.pop(chain.key_range, None)
-            if before is not None:  # which has not become a copy
-                self._holdings.remove(before)
-                before.close()
-            holding = Holding(
-                index=chain.key_range,
-                number=0,
-                epoch=chain.epoch,
-                reporter=self._reporter,
-                send=self._listener.send,
-                is_copy=True,
-                on_copied=self._on_copied,
-            )
-            holding.configure(spec, has_copies=True)
-            self._add(holding, spec)
-        self._specs[chain.key_range] = spec
+        self._has_copies = True
+        self._let_drop(chain.key_range)  # what has not become a copy
+        holding = Holding(
+            index=chain.key_range,
+            number=0,
+            epoch=chain.epoch,
+            reporter=self._reporter,
+            send=self._listener.send,
+            is_copy=chain.key_range != self._index,
+            on_told=self._on_told,
+        )
+        holding.configure(spec, has_copies=True)
         holding.replicate(chain, server=self._index, send_on=self._next_copies.send)
-        self._copies[chain.key_range] = holding
-        for server in chain.servers:
-            self._copies_before[identity_of_server(server, chain.key_range)] = holding, server
+        self._holdings.append(holding)
+        self._specs[chain.key_range], self._copies[chain.key_range] = spec, holding
 
-    def reform(self, chain: Chain) -> None:
-        """A chain that this server is in has changed; callable from any thread."""
-        self._changed.append(chain)
+    def _let_drop(self, key_range: int) -> None:
+        """This server has no copy of it any more."""
+        if key_range in self._copies:
+            holding = self._copies.pop(key_range)
+            self._holdings.remove(holding)
+            self._next_copies.leave(key_range)
+            holding.close()
+
+    def reform(self, chain: Chain, *, endpoints: Mapping[int, str] = MappingProxyType({})) -> None:
+        """A chain that this server is in, or was, has changed; callable from any thread.
+
+        Args:
+            endpoints: of servers that have joined those of the start.
+        """
+        self._changed.append((chain, endpoints))
         self._bell.ring()
 
     def part_with(self, key_range: int, worker: int) -> Parted:
@@ -175,7 +177,8 @@ class ParameterService:
         self._sent_on_errand(lambda say: self._holding_of(key_range).let_in(worker, clock, say))
 
     def _holding_of(self, key_range: int) -> Holding:
-        return self._copies.get(key_range, self._first)
+        """Raises KeyError where this server has let go of its copy."""
+        return self._copies[key_range] if self._has_copies else self._first
 
     def _sent_on_errand(self, errand: Callable[[Say], None]) -> Any:
         """What the errand says, which the loop begins. Raises TimeoutError."""
@@ -190,10 +193,6 @@ class ParameterService:
         while self._errands:
             errand, future = self._errands.popleft()
             errand(future.set_result)
-
-    def _add(self, holding: Holding, spec: ServerSpec) -> None:
-        self._asked |= {holding.identity_of(rank): holding for rank in spec.rule.members.ranks}
-        self._holdings.append(holding)
 
     def serve(self) -> None:
         """Answer requests until `stop` is called. Raises what an update raised; then nothing is served any more."""
@@ -211,7 +210,7 @@ class ParameterService:
                     self._copies[key_range].handle_copy(server, frames)
                 self._run_errands()
                 while self._changed:
-                    self._reform(self._changed.popleft())
+                    self._reform(*self._changed.popleft())
                 for holding in self._holdings:
                     holding.look()
         finally:
@@ -246,16 +245,25 @@ class ParameterService:
         if asked is None:
             return
         identity, frames = asked
-        if identity in self._copies_before:
-            copy, server = self._copies_before[identity]
-            copy.handle_copy(server, frames)
+        copy_before = server_of(identity)
+        key_range = key_range_of(identity, self._index)
+        if self._has_copies and key_range not in self._copies:
+            return  # it is about to hear that this server has let go of its copy
+        if copy_before is not None and self._has_copies:
+            self._copies[key_range].handle_copy(copy_before, frames)
             return
-        holding = self._asked.get(identity) or self._holding_of(key_range_of(identity, self._index))
+        holding = self._asked.get(identity) or self._holding_of(key_range)
         if identity in holding.neighbours:
             holding.neighbours[identity].asked_on_line = False
         holding.handle(identity, frames)
 
-    def _reform(self, chain: Chain) -> None:
-        self._copies[chain.key_range].reform(chain)
-        if chain.head == self._index:
-            self._on_serving(chain)
+    def _reform(self, chain: Chain, endpoints: Mapping[int, str]) -> None:
+        self._next_copies.endpoints |= endpoints
+        holding = self._copies.get(chain.key_range)
+        if self._index not in (*chain.servers, chain.newcomer):
+            if holding is not None and not holding.is_new:  # else it was built since, to be given another copy
+                self._let_drop(chain.key_range)
+        elif holding is not None:
+            holding.reform(chain)
+            if chain.head == self._index:
+                self._on_serving(chain)

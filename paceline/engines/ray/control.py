@@ -13,6 +13,7 @@ import zmq
 
 from paceline.comm.wire import Caller, Keys
 from paceline.elastic import Lease
+from paceline.engines.ray.world_spec import ServerInfo, joined_of
 from paceline.errors import Aborted, NotWritten
 from paceline.messages import Kind, Message, Raw, cut_into_frames, raw_bytes
 from paceline.records import EvaluationRecord, EventRecord, Record, Reporter, StepRecord, pack_steps, to_plain
@@ -48,7 +49,7 @@ class ControlLine(Reporter):
         awaits_others: asked at every pulse whether this process waits in a pause, or at its end, for others to come.
         epoch: asked at every pulse for the epoch of the data that this process is in.
         on_abort: called, in the line's thread, with the reason when the launcher ends the run.
-        on_chain: called there with each chain of servers that has changed.
+        on_chain: called there with each chain of servers that has changed, and with the servers that have joined.
         on_lease_ended: called there when the launcher, which has lent this process a lease, does not renew it.
     """
 
@@ -63,7 +64,7 @@ class ControlLine(Reporter):
         on_abort: Callable[[str], None],
         awaits_others: Callable[[], bool] = lambda: False,
         epoch: Callable[[], int] = lambda: 0,
-        on_chain: Callable[[Chain], None] = lambda chain: None,
+        on_chain: Callable[[Chain, Mapping[int, ServerInfo]], None] = lambda chain, joined: None,
         on_lease_ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._launcher, self._identity = launcher, identity
@@ -221,7 +222,7 @@ class ControlLine(Reporter):
         elif message.kind is Kind.RETIRE:
             self.is_asked_to_leave = True
         elif message.kind is Kind.CHAIN:
-            self._on_chain(from_body(message.body))
+            self._on_chain(from_body(message.body), joined_of(message.body))
         elif message.kind is Kind.STOP:
             self._stop = True
         elif message.kind is Kind.ABORT:

@@ -68,8 +68,9 @@ class Controller:
         self.words: collections.deque[tuple[Kind, Mapping[str, Any]]] = collections.deque()
         """What members of a run that outlives deaths have said of themselves and of others."""
         self.serves: collections.deque[Mapping[str, Any]] = collections.deque()
-        self.copied: collections.deque[Mapping[str, Any]] = collections.deque()
         """Chains of servers, as those at their heads say that they serve them."""
+        self.of_copies: collections.deque[tuple[Kind, Mapping[str, Any]]] = collections.deque()
+        """Chains of servers, with what servers say of new copies, and of handing over."""
         self.expelled: set[str] = set()
         """Members on other hosts that were silent for too long: nothing that they say counts any more."""
         self.leases: Mapping[str, float | None] = {}
@@ -182,8 +183,8 @@ class Controller:
                 self.words.append((message.kind, message.body))
             elif message.kind is Kind.SERVES:
                 self.serves.append(message.body)
-            elif message.kind is Kind.COPIED:
-                self.copied.append(message.body)
+            elif message.kind in (Kind.COPIED, Kind.HANDED_OVER):
+                self.of_copies.append((message.kind, message.body))
             elif message.kind is Kind.GOODBYE:
                 self.gone.add(identity)
             elif message.kind is Kind.LOAD:

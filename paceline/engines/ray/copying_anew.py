@@ -1,4 +1,4 @@
-"""Where a key range has lost a copy, another server is given one."""
+"""Where a key range has lost a copy, or is to have one elsewhere, another server is given one."""
 
 import time
 from collections import Counter
@@ -11,7 +11,9 @@ from ray.exceptions import RayError
 
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.members import last_line
+from paceline.engines.ray.world_spec import ServerInfo
 from paceline.server.chains import Chain, Chains, from_body
+from paceline.server.spreading import departure, removal
 
 _ATTEMPTS = 5
 _AGAIN_S = 1.0
@@ -28,10 +30,11 @@ class _Building(NamedTuple):
 
 @final
 class CopyingAnew:
-    """Sees to one key range after another. A server that already has other key ranges gets the copy; what it cannot get
-    is named, and the run goes on with the copies that are left.
+    """Sees to one key range after another: first to those that have too few copies, then to those whose copies would
+    lie better elsewhere. What a server cannot get is named, and the run goes on with the copies that are left.
 
     Args:
+        infos: of all servers, by number.
         chains: as they are.
         change: has one of them be so from here on.
         say: shows a line where the run was started.
@@ -40,35 +43,51 @@ class CopyingAnew:
     def __init__(
         self,
         controller: Controller,
+        infos: Mapping[int, ServerInfo],
         *,
         chains: Callable[[], Chains],
         change: Callable[[Chain], None],
         say: Callable[[str], None],
     ) -> None:
-        self._controller, self._chains, self._change, self._say = controller, chains, change, say
+        self._controller, self._infos = controller, infos
+        self._chains, self._change, self._say = chains, change, say
         self._building: _Building | None = None
         self._since_s: dict[int, float] = {}  # by key range that has a newcomer
         self._failures: Counter[tuple[int, tuple[int, ...]]] = Counter()  # by key range, and who has copies of it
         self._not_before_s = 0.0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no server is about to be given a copy."""
+        return self._building is None
+
     def turn(self, servers: Mapping[str, Any]) -> None:
         """To be called while all key ranges are served. `servers`: the actors of those that live."""
-        self._hear()
         if self._building is None:
             self._begin(servers)
         elif ray.wait([self._building.future], timeout=0)[0]:
             self._end_building(self._building)
 
     def _begin(self, servers: Mapping[str, Any]) -> None:
-        if not self._chains().dead or time.monotonic() < self._not_before_s:
+        if self._chains().is_of_the_start or time.monotonic() < self._not_before_s:
             return
-        for chain in self._chains().lacking():
+        for chain in self._wanted():
             newcomer, last = f"server-{chain.newcomer}", f"server-{chain.servers[-1]}"
             if self._failures[chain.key_range, chain.servers] < _ATTEMPTS and newcomer in servers and last in servers:
                 spec = servers[last].spec_of.remote(chain.key_range)  # goes to the newcomer, and is not read here
-                future = servers[newcomer].replicate_anew.remote(spec, chain)
+                endpoints = {server: info.endpoint for server, info in self._infos.items()}
+                future = servers[newcomer].replicate_anew.remote(spec, chain, endpoints)
                 self._building = _Building(chain, future, time.monotonic())
                 return
+
+    def _wanted(self) -> list[Chain]:
+        """Chains with those that are to have a copy."""
+        chains = self._chains()
+        lacking = list(chains.lacking())
+        if lacking or departure(chains) is not None or not all(chain.is_at_rest for chain in chains.chains):
+            return lacking
+        moved = removal(chains)
+        return [] if moved is None else [moved]
 
     def _end_building(self, building: _Building) -> None:
         chain, _, self._since_s[building.chain.key_range] = building
@@ -82,20 +101,18 @@ class CopyingAnew:
             self._controller.event("copying", f"server-{chain.newcomer}", key_range=chain.key_range)
             self._change(chain)
 
-    def _hear(self) -> None:
-        """Take in what has become of newcomers."""
-        while self._controller.copied:
-            body = self._controller.copied.popleft()
-            told, why_not = from_body(body), str(body.get("why_not"))
-            chain = self._chains().chains[told.key_range]
-            if (chain.newcomer, chain.servers[-1:]) != (told.newcomer, told.servers[-1:]):
-                continue  # one of the two has died since
-            if why_not:
-                self._change(replace(chain, newcomer=None))
-                self._fail(chain, why_not)
-            else:
-                self._change(chain.extended())
-                self._tell_of(chain.extended())
+    def hear(self, body: Mapping[str, Any]) -> None:
+        """Take in what has become of a newcomer; to be called while all key ranges are served."""
+        told, why_not = from_body(body), str(body.get("why_not"))
+        chain = self._chains().chains[told.key_range]
+        if chain.newcomer is None or (chain.newcomer, chain.servers[-1:]) != (told.newcomer, told.servers[-1:]):
+            return  # one of the two has died since
+        if why_not:
+            self._change(replace(chain, newcomer=None))
+            self._fail(chain, why_not)
+        else:
+            self._change(chain.extended())
+            self._tell_of(chain.extended())
 
     def _tell_of(self, chain: Chain) -> None:
         server, took_s = chain.servers[-1], time.monotonic() - self._since_s[chain.key_range]

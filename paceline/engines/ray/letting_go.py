@@ -27,7 +27,7 @@ class LettingGo:
 
     Args:
         desk: where workers ask for data.
-        num_servers: at the start, each of which has a key range.
+        num_ranges: key ranges; without replicas each server has one.
         takeover: where servers may die, and others have their key ranges.
         deadline_s: after it, who is silent is ended.
         turn: has the launcher hear its members, for so many seconds at most, and look who has died and who serves. It
@@ -40,13 +40,13 @@ class LettingGo:
         members: Members,
         desk: LaneDesk,
         *,
-        num_servers: int,
+        num_ranges: int,
         takeover: Takeover | None,
         deadline_s: float,
         turn: Callable[[float], None],
     ) -> None:
         self._controller, self._members, self._desk = controller, members, desk
-        self._num_servers = num_servers
+        self._num_ranges = num_ranges
         self._takeover, self._turn = takeover, turn
         self._answer_s = deadline_s + _ANSWER_S
 
@@ -73,8 +73,10 @@ class LettingGo:
         said: dict[int, Any] = {}
         asked: dict[int, tuple[str, Any]] = {}
         until_s = time.monotonic() + self._answer_s
-        while len(said) < self._num_servers:
-            for key_range in range(self._num_servers):
+        if self._takeover is not None:
+            self._takeover.call_off()
+        while len(said) < self._num_ranges:
+            for key_range in range(self._num_ranges):
                 server = self._server_of(key_range)
                 is_asked = key_range in asked and asked[key_range][0] == server
                 if server is not None and server in self._members.actors and key_range not in said and not is_asked:

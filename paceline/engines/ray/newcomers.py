@@ -14,7 +14,7 @@ from paceline.engines.ray.control import LauncherAddress
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.liveness import Watch
 from paceline.engines.ray.members import Members, actor_of, last_line
-from paceline.engines.ray.nodes import Node, Place, least_loaded, nodes, own_node_id
+from paceline.engines.ray.nodes import Place, own_node_id, roomiest
 from paceline.engines.ray.survival import Survival, rank_of
 from paceline.engines.ray.takeover import Takeover
 from paceline.engines.ray.worker_actor import WorkerActor
@@ -136,7 +136,7 @@ class Newcomers:
         rank, self._next_rank = self._next_rank, self._next_rank + 1
         name = f"worker-{rank}"
         variables = {"runtime_env": {"env_vars": dict(self._environment)}} if self._environment else {}
-        node = self._least_loaded()
+        node = roomiest(self._num_workers, doubtful=self._places_of(self._controller.expelled))
         self._nodes[name] = node.node_id
         where = Place(node, 0.0, 0.0)  # Ray may have given all cores to those that train, which share them
         actor = actor_of(WorkerActor, where, **variables).remote(uses_cuda=False)
@@ -145,16 +145,6 @@ class Newcomers:
         self._coming.append(name)
         self._controller.event("starting", name, address=node.address)
         self._say(f"worker {rank} starts at {node.address}, to join the others")
-
-    def _least_loaded(self) -> Node:
-        """A host of the cluster, which may have come since. A launcher within a placement group stays on its own."""
-        hosts = nodes()[:1] if ray.util.get_current_placement_group() is not None else nodes()
-        doubtful = set(self._places_of(self._controller.expelled))
-        while True:
-            node = least_loaded(hosts, self._num_workers, doubtful=doubtful)
-            if node.node_id in doubtful or node.answers:
-                return node
-            doubtful.add(node.node_id)
 
     @property
     def _num_workers(self) -> Counter[str]:
@@ -174,8 +164,9 @@ class Newcomers:
         newcomer = Newcomer(
             rank, max(1, info.num_cores // self._num_workers[info.node_id]), in_pieces=self._spec.is_apart
         )
-        chains = None if self._takeover is None else self._takeover.chains
-        spec = replace(self._spec, workers=(info,), is_resumed=False, newcomer=newcomer, chains_now=chains)
+        spec = replace(self._spec, workers=(info,), is_resumed=False, newcomer=newcomer)
+        if self._takeover is not None:
+            spec = replace(spec, chains_now=self._takeover.chains, joined=self._takeover.joined)
         members.pending[members.actors[name].run.remote(spec, rank, self._program, self._launcher, [])] = name
 
     def _fail(self, name: str, why: str) -> None:

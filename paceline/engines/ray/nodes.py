@@ -270,20 +270,42 @@ def place(
     return workers, servers
 
 
-def least_loaded(hosts: Sequence[Node], num_workers: Mapping[str, int], *, doubtful: Collection[str]) -> Node:
-    """Where one more worker goes: the host with the fewest workers a core, the first among equals.
+def least_loaded(
+    hosts: Sequence[Node], count: Mapping[str, int], *, doubtful: Collection[str], shunned: Collection[str] = ()
+) -> Node:
+    """Where one more process goes: the host with the fewest of its kind a core, the first among equals.
 
     Args:
-        num_workers: that are there, by node; none where it says nothing.
+        count: of those that are there, by node; none where it says nothing.
         doubtful: nodes that may be cut off. They come last, but for those without cores.
+        shunned: nodes that come behind others.
     """
 
-    def load(host: Node) -> tuple[bool, bool, float]:
-        num = num_workers.get(host.node_id, 0) + 1
-        has_cores = host.num_cpus > 0
-        return not has_cores, host.node_id in doubtful, num / host.num_cpus if has_cores else math.inf
+    def load(host: Node) -> tuple[bool, bool, bool, float]:
+        num = count.get(host.node_id, 0) + 1
+        has_cores, is_shunned = host.num_cpus > 0, host.node_id in shunned
+        return not has_cores, host.node_id in doubtful, is_shunned, num / host.num_cpus if has_cores else math.inf
 
     return min(hosts, key=load)
+
+
+def roomiest(
+    count: Mapping[str, int],
+    *,
+    doubtful: Collection[str],
+    shunned: Collection[str] = (),
+    among: Collection[str] | None = None,
+) -> Node:
+    """As `least_loaded`, of the cluster's hosts, which may have come since the run began, or of some of these. A
+    launcher within a placement group stays on its own."""
+    hosts = nodes()[:1] if ray.util.get_current_placement_group() is not None else nodes()
+    some = [host for host in hosts if among is None or host.node_id in among] or hosts
+    silent = set(doubtful)
+    while True:
+        node = least_loaded(some, count, doubtful=silent, shunned=shunned)
+        if node.node_id in silent or node.answers:
+            return node
+        silent.add(node.node_id)
 
 
 def _apportion(count: int, capacity: Sequence[float]) -> list[int]:

@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -20,6 +20,7 @@ from paceline.layout import Layout
 from paceline.messages import Kind, Message
 from paceline.server.chains import Chain, to_body
 from paceline.server.ranges import KeyRange
+from paceline.server.replication import Copied, HandedOver
 from paceline.server.spec import OptimizerSpec, ServerSpec
 from paceline.server.whole_pushes import Parted
 
@@ -37,7 +38,7 @@ class ServerActor:
             identity=f"server-{index}",
             progress=self._iteration,
             on_abort=self._abort,
-            on_chain=lambda chain: self._built.reform(chain),
+            on_chain=self._reform,
             on_lease_ended=end_this_process,
         )
         self._service = ParameterService(
@@ -47,7 +48,7 @@ class ServerActor:
             epoch=launcher.epoch,
             reporter=self._line,
             on_serving=lambda chain: self._line.tell(Kind.SERVES, to_body(chain)),
-            on_copied=lambda copied: self._line.tell(Kind.COPIED, {**to_body(copied.chain), "why_not": copied.why_not}),
+            on_told=self._tell,
         )
 
     def hello(self) -> ServerInfo:
@@ -59,9 +60,9 @@ class ServerActor:
     def replicate(self, spec: ServerSpec, chain: Chain, endpoints: dict[int, str]) -> None:
         self._built.replicate(spec, chain, endpoints=endpoints)
 
-    def replicate_anew(self, spec: ServerSpec, chain: Chain) -> None:
+    def replicate_anew(self, spec: ServerSpec, chain: Chain, endpoints: dict[int, str]) -> None:
         """Have the service build what is to become a copy, as this server is the chain's newcomer."""
-        self._built.replicate_anew(spec, chain)
+        self._built.replicate_anew(spec, chain, endpoints=endpoints)
 
     def spec_of(self, key_range: int) -> ServerSpec:
         """Return what another server builds a copy of this key range by."""
@@ -106,6 +107,13 @@ class ServerActor:
         """The service's iteration, if there is a service: the control line asks from its start, which is before
         that."""
         return self._service.iteration if self._service is not None else 0
+
+    def _reform(self, chain: Chain, joined: Mapping[int, ServerInfo]) -> None:
+        self._built.reform(chain, endpoints={server: info.endpoint for server, info in joined.items()})
+
+    def _tell(self, told: Copied | HandedOver) -> None:
+        kind = Kind.COPIED if isinstance(told, Copied) else Kind.HANDED_OVER
+        self._line.tell(kind, {**to_body(told.chain), "why_not": told.why_not})
 
     def _abort(self, reason: str) -> None:
         if self._service is not None:

@@ -24,6 +24,7 @@ from paceline.engines.ray.lane_desk import LaneDesk
 from paceline.engines.ray.letting_go import LettingGo
 from paceline.engines.ray.liveness import MemoryKills, Watch
 from paceline.engines.ray.members import Members, last_line
+from paceline.engines.ray.new_servers import NewServers
 from paceline.engines.ray.newcomers import Newcomers
 from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.engines.ray.survival import Survival
@@ -68,6 +69,7 @@ class Supervisor:
         self._memory = MemoryKills()
         self._survival: Survival | None = None
         self._newcomers: Newcomers | None = None
+        self._new_servers: NewServers | None = None
         self._lane_desk: LaneDesk | None = None
         self._takeover: Takeover | None = None
         self._answers = Answers(job.config.elastic, lambda: self._controller.progress)
@@ -131,7 +133,7 @@ class Supervisor:
             self._takeover = Takeover(
                 spec.chains,
                 self._controller,
-                pids={name: info.pid for name, info in members.infos.items()},
+                servers=spec.servers,
                 why=self._why_lost,
                 say=self._say,
                 remedy=self._remedy,
@@ -169,7 +171,7 @@ class Supervisor:
                 self._controller,
                 members,
                 self._lane_desk,
-                num_servers=len(spec.servers),
+                num_ranges=len(spec.servers) if spec.chains is None else len(spec.chains.chains),
                 takeover=self._takeover,
                 deadline_s=elastic.deadline_s,
                 turn=self._look_after_members,
@@ -184,7 +186,7 @@ class Supervisor:
             elsewhere=elsewhere,
             desk=self._lane_desk,
             letting_go=letting_go,
-            servers=tuple if self._takeover is None else lambda: members.servers,
+            servers=tuple if self._takeover is None else lambda: members.servers.keys() & members.infos.keys(),
             say=self._say,
         )
         self._newcomers = Newcomers(
@@ -199,8 +201,19 @@ class Supervisor:
             takeover=self._takeover,
             say=self._say,
         )
+        if self._takeover is not None:
+            self._new_servers = NewServers(
+                self._controller,
+                members,
+                self._watch,
+                self._survival,
+                self._takeover,
+                environment=job.environment,
+                replacements=elastic.replacements,
+                say=self._say,
+            )
         try:
-            self._answers.scale_by(self._newcomers)
+            self._answers.scale_by(self._newcomers, self._new_servers)
         except UsageError as refused:
             self._say(str(refused))
 
@@ -216,6 +229,9 @@ class Supervisor:
                 self._survive(self._survival, self._newcomers)
             if self._takeover is not None:
                 self._takeover.turn(self._members)
+                self._takeover.spread()
+            if self._new_servers is not None:
+                self._new_servers.turn()
             if self._members.has_failure:
                 self._fail()
             if not self._traits.lock_step:  # there every wait has its deadline
@@ -302,6 +318,8 @@ class Supervisor:
 
     def _part(self) -> None:
         """All workers have ended well: end the servers, and hear everybody's last records."""
+        if self._new_servers is not None:
+            self._new_servers.give_up_all()
         for server in self._members.servers.values():
             server.stop.remote()
         self._hear_last_words(set(self._members.actors))
@@ -396,6 +414,8 @@ class Supervisor:
                 members = self._members
                 if self._newcomers is not None:
                     self._newcomers.give_up_all()  # others may wait for one
+                if self._new_servers is not None:
+                    self._new_servers.give_up_all()
                 self._gather(self._is_settled, limit_s=_SAVE_S)
                 if self._controller.finish_files(limit_s=_SAVE_S):  # on a slow disk, for which workers have waited
                     self._gather(self._is_settled, limit_s=_SAVE_S)

@@ -101,6 +101,12 @@ class Survival:
         if not is_here:
             self._elsewhere.add(name)
 
+    def add_server(self, name: str, pid: int, *, is_here: bool) -> None:
+        """A server that has come, on this host or another."""
+        self._pids[name] = pid
+        if not is_here:
+            self._elsewhere.add(name)
+
     def retire(self, rank: int) -> None:
         """Ask it to leave between two steps."""
         self._leaving.add(rank)

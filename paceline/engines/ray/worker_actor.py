@@ -6,6 +6,8 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -28,7 +30,7 @@ from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.engines.ray.output import captured
 from paceline.engines.ray.reforming import Reforming
 from paceline.engines.ray.server_actor import configure
-from paceline.engines.ray.world_spec import WorkerInfo, WorldSpec
+from paceline.engines.ray.world_spec import ServerInfo, WorkerInfo, WorldSpec
 from paceline.engines.scripting import Outcome, Program, outcome_of, run_program
 from paceline.engines.world import World, enter
 from paceline.errors import Aborted, UsageError
@@ -102,8 +104,9 @@ class WorkerActor:
         moves: Moves = Moves()
         world: World | None = None
 
-        def move(chain: Chain) -> None:
-            moves.append(Move(chain.key_range, spec.address_of(chain, node_id=own_node_id())))
+        def move(chain: Chain, joined: Mapping[int, ServerInfo]) -> None:
+            now = replace(spec, joined=joined)
+            moves.append(Move(chain.key_range, now.address_of(chain, node_id=own_node_id())))
 
         def progress() -> int:
             return world.progress() if world is not None else 0

@@ -1,6 +1,8 @@
 """The world of a run, as its members are told it: who they are, where, and what they train under."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from paceline.comm.connecting import Site
 from paceline.comm.servers.line import BellAddress
@@ -35,6 +37,16 @@ class ServerInfo:
     bell: BellAddress
 
 
+def joined_to_body(joined: Mapping[int, ServerInfo]) -> dict[str, Any]:
+    """What says in a message's body which servers have joined those of the start, and where they are."""
+    return {"joined": [[server, asdict(info)] for server, info in joined.items()]}
+
+
+def joined_of(body: Mapping[str, Any]) -> dict[int, ServerInfo]:
+    """Read what `joined_to_body` gives."""
+    return {server: ServerInfo(**{**info, "bell": BellAddress(**info["bell"])}) for server, info in body["joined"]}
+
+
 @dataclass(frozen=True)
 class Newcomer:
     """A worker that comes while others train."""
@@ -61,6 +73,8 @@ class WorldSpec:
     """The only worker of this world, until it has joined the others."""
     chains_now: Chains | None = None
     """Where it comes when servers may have died already."""
+    joined: Mapping[int, ServerInfo] = field(default_factory=dict)
+    """Servers that have joined those of the start since, by number."""
 
     @property
     def membership(self) -> Membership:
@@ -93,8 +107,10 @@ class WorldSpec:
         """Who holds which key range, if servers have replicas."""
         if self.chains_now is not None:
             return self.chains_now
-        replicas, hosts = self.strategy.traits.num_replicas, [server.node_id for server in self.servers]
-        return Chains.first(hosts, replicas=replicas, epoch=self.epoch) if replicas else None
+        traits, hosts = self.strategy.traits, [server.node_id for server in self.servers]
+        if not traits.num_replicas:
+            return None
+        return Chains.first(hosts, replicas=traits.num_replicas, epoch=self.epoch, num_ranges=traits.num_ranges)
 
     def server_addresses(self, *, node_id: str) -> list[ServerAddress]:
         """The servers that serve the key ranges, in the order of these, at addresses that members on that node
@@ -105,7 +121,7 @@ class WorldSpec:
 
     def address_of(self, chain: Chain, *, node_id: str) -> ServerAddress:
         """The address of the server that serves this chain's key range."""
-        address = self._address(self.servers[chain.head], node_id=node_id)
+        address = self._address(self.joined.get(chain.head) or self.servers[chain.head], node_id=node_id)
         return replace(address, epoch=chain.epoch, copy_of=chain.key_range if chain.head != chain.key_range else None)
 
     def _address(self, info: ServerInfo, *, node_id: str) -> ServerAddress:

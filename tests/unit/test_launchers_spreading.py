@@ -1,0 +1,131 @@
+"""The launcher's half of moving key ranges between living servers, and what it answers to who asks for more servers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, final
+
+import pytest
+
+from paceline.elastic import Elastic
+from paceline.engines.ray.answers import Answers
+from paceline.engines.ray.spreading import Spreading
+from paceline.engines.standing import Progress
+from paceline.errors import UsageError
+from paceline.server.chains import Chain, Chains, Handover, to_body
+
+
+@final
+class Launcher:
+    """What `Spreading` is given, and what it has done."""
+
+    def __init__(self) -> None:
+        self.chains = Chains.first(["a", "a"], replicas=1, epoch=1, num_ranges=4).joined(2, "a")
+        self.events: list[str] = []
+        self.lines: list[str] = []
+        self.served: list[Chain] = []
+        about: dict[str, Any] = {"controller": self, "serve": self.serve, "say": self.lines.append}
+        self.spreading = Spreading(chains=lambda: self.chains, change=self.change, **about)
+
+    def event(self, name: str, who: str, **details: Any) -> None:
+        self.events.append(f"{name} {who}")
+
+    def change(self, chain: Chain) -> None:
+        self.chains = self.chains.changed(chain)
+
+    def serve(self, chain: Chain) -> None:
+        self.served.append(chain)
+        self.change(chain)
+
+    def give_copy(self, key_range: int) -> None:
+        """To the server that has joined."""
+        self.change(replace(self.chains.chains[key_range], newcomer=2).extended())
+
+    def hear(self, chain: Chain, why_not: str = "") -> None:
+        self.spreading.hear({**to_body(chain), "why_not": why_not})
+
+
+def handing_over() -> tuple[Launcher, Chain]:
+    """Server 2, which has copies and serves nothing, is to serve a key range."""
+    launcher = Launcher()
+    for key_range in (0, 1):
+        launcher.give_copy(key_range)
+        launcher.spreading.turn()
+    assert launcher.events == ["released server-1", "released server-0"]
+    launcher.spreading.turn()
+    chain = launcher.chains.chains[0]
+    assert chain.handover == Handover(2, 1)
+    return launcher, chain
+
+
+def test_a_key_range_is_served_by_another_when_its_head_has_stopped() -> None:
+    launcher, chain = handing_over()
+    launcher.spreading.turn()  # one at a time
+    assert [each.handover for each in launcher.chains.chains[1:]] == [None] * 3
+    launcher.hear(chain)
+    assert launcher.served == [Chain(0, (2, 0), 2)]
+    launcher.hear(chain)  # which is over
+    assert len(launcher.served) == 1
+
+
+def test_word_of_a_handover_that_was_called_off_is_not_heard() -> None:
+    launcher, chain = handing_over()
+    launcher.spreading.call_off()
+    launcher.hear(chain)
+    assert launcher.served == []
+    launcher.spreading.turn()
+    again = launcher.chains.chains[0]
+    assert again.handover == Handover(2, 2)
+    launcher.hear(chain)
+    assert launcher.served == []
+    launcher.hear(again)
+    assert launcher.served == [Chain(0, (2, 0), 2)]
+
+
+def test_who_cannot_hand_over_is_not_asked_again() -> None:
+    launcher, chain = handing_over()
+    launcher.hear(chain, "rows of tables are not copied anew")
+    assert launcher.events[-1] == "not_handed_over server-0"
+    assert launcher.lines == ["server 0 keeps key range 0: rows of tables are not copied anew"]
+    launcher.spreading.turn()
+    assert launcher.chains.chains[0] == replace(chain, handover=None)
+
+
+@final
+class Scaled:
+    """Workers, or servers, of which so many were asked for."""
+
+    def __init__(self) -> None:
+        self.wanted: list[int] = []
+
+    def scale(self, wanted: int) -> str:
+        self.wanted.append(wanted)
+        return f"{wanted} there"
+
+
+def answers(*, is_elastic: bool = True) -> Answers:
+    return Answers(Elastic(at_least=1, at_most=3) if is_elastic else None, Progress)
+
+
+def scaled_by(asked: Answers, newcomers: Any, new_servers: Any) -> None:
+    asked.scale_by(newcomers, new_servers)
+
+
+def test_what_was_asked_for_before_the_run_had_begun_comes_then() -> None:
+    asked, workers, servers = answers(), Scaled(), Scaled()
+    assert "there are to be 2 workers and 4 servers" in asked({"do": "scale", "workers": 2, "servers": 4})
+    scaled_by(asked, workers, servers)
+    assert (workers.wanted, servers.wanted) == ([2], [4])
+    assert asked({"do": "scale", "workers": None, "servers": 5}) == "5 there"
+    assert (workers.wanted, servers.wanted) == ([2], [4, 5])
+
+
+def test_servers_without_replicas_and_runs_that_are_not_elastic_are_refused() -> None:
+    asked = answers()
+    scaled_by(asked, Scaled(), None)
+    with pytest.raises(UsageError, match="since servers have no replicas"):
+        asked({"do": "scale", "servers": 3})
+    with pytest.raises(UsageError, match="its number of servers stays as it is"):
+        answers(is_elastic=False)({"do": "scale", "servers": 3})
+    with pytest.raises(UsageError, match="'many' is no number of servers"):
+        asked({"do": "scale", "servers": "many"})

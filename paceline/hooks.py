@@ -4,8 +4,7 @@ to listen to calls of functions that tell nobody."""
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial, wraps
 from types import FrameType
@@ -116,14 +115,21 @@ class Listening:
             setattr(self._owner, self._name, self._own)
             self._own = None
 
-    @contextmanager
-    def unheard(self) -> Iterator[None]:
+    def unheard(self) -> "_Unheard":
         """Nobody hears of calls inside."""
-        before = self._here.set(())
-        try:
-            yield
-        finally:
-            self._here.reset(before)
+        return _Unheard(self._here)
+
+
+@final
+class _Unheard:
+    def __init__(self, here: ContextVar[tuple[Any, ...]]) -> None:
+        self._here = here
+
+    def __enter__(self) -> None:
+        self._before = self._here.set(())
+
+    def __exit__(self, *error: object) -> None:
+        self._here.reset(self._before)
 
 
 def _listened_to(listener: Any, backward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

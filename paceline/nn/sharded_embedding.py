@@ -7,7 +7,6 @@ from typing import Any, Literal, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from paceline.errors import UsageError
@@ -17,6 +16,8 @@ from paceline.server.tables.spec import RowGradients, TableSpec, are_different, 
 from paceline.server.tables.table import Table
 
 T = TypeVar("T")
+_ANCHOR = torch.empty(0, requires_grad=True)
+"""Rows are made from it, so that backward comes to them."""
 
 
 class Holder(Protocol):
@@ -225,22 +226,24 @@ class ShardedEmbedding(nn.Module):
 
     def take_gradients(self) -> RowGradients | None:
         """What backward passes have found since this was last asked, once a key; none: the table was not used."""
-        found, self._found = self._found, []
-        return summed(found) if found else None
+        found = summed(self._found) if self._found else None
+        self._found.clear()
+        return found
 
     def drop_gradients(self) -> None:
         self._found.clear()
 
     def rescale_gradients(self, factor: float) -> None:
         """Give what was found so far another weight."""
-        self._found = [RowGradients(keys, values * factor) for keys, values in self._found]
+        self._found[:] = [RowGradients(each.keys, each.values * factor) for each in self._found]
 
     def find_nonfinite(self) -> str | None:
         """A row whose gradient is NaN or infinite, in words; none if there is none."""
-        for gradients in self._found:
+        for index, gradients in enumerate(self._found):
             key = self.spec.nonfinite(gradients)
             if key is not None:
                 return f"row {key} of table {self.spec.name}"
+            self._found[index] = gradients._replace(are_finite=True)
         return None
 
     @property
@@ -269,8 +272,7 @@ class ShardedEmbedding(nn.Module):
         if not trains:
             return read()
         self._require_unscaled(keys.device.type)
-        anchor = torch.empty(0, requires_grad=True)
-        rows: Tensor = _Noted.apply(anchor, read, partial(self._note, own))  # type: ignore[no-untyped-call]
+        rows: Tensor = _Noted.apply(_ANCHOR, read, partial(self._note, own))  # type: ignore[no-untyped-call]
         return rows
 
     def _note(self, keys: Tensor, gradient: Tensor) -> None:
@@ -347,12 +349,11 @@ class _Noted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, read: Callable[[], Tensor], note: Callable[[Tensor], None]) -> Tensor:
-        """`anchor`: has backward come here."""
+        """`anchor`: `_ANCHOR`."""
         ctx.note = note
         return read()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.note(gradient)
         return None, None, None

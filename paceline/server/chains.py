@@ -4,7 +4,16 @@ in their place."""
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import NamedTuple, final
+
+
+class Handover(NamedTuple):
+    """A living server is to stop serving a key range."""
+
+    to: int
+    """Who has another copy, and serves it then."""
+    number: int
+    """Each one of a run has its own, so that word of one that was called off is not taken for word of the next."""
 
 
 @final
@@ -18,6 +27,7 @@ class Chain:
     """Counts who has served it."""
     newcomer: int | None = None
     """Who is being given a copy by the last of them, to come behind it."""
+    handover: Handover | None = None
 
     @property
     def head(self) -> int:
@@ -40,12 +50,20 @@ class Chain:
             return replace(self, newcomer=None)
         left = tuple(each for each in self.servers if each != server)
         newcomer = None if server == self.servers[-1] else self.newcomer  # which had its copy from there
-        return Chain(self.key_range, left, self.epoch + (self.servers[0] == server), newcomer)
+        handover = self.handover if left == self.servers else None
+        return Chain(self.key_range, left, self.epoch + (self.servers[0] == server), newcomer, handover)
 
     def extended(self) -> "Chain":
         """The newcomer has all that the others have."""
         assert self.newcomer is not None
         return replace(self, servers=(*self.servers, self.newcomer), newcomer=None)
+
+    def handed_over(self) -> "Chain":
+        """Its head serves it no more, and comes last."""
+        assert self.handover is not None
+        head, *others = self.servers
+        others.remove(self.handover.to)
+        return Chain(self.key_range, (self.handover.to, *others, head), self.epoch + 1)
 
 
 @final
@@ -58,10 +76,12 @@ class Chains:
     """
 
     chains: tuple[Chain, ...]
-    hosts: tuple[str, ...]
-    """Of each server."""
+    hosts: Mapping[int, str]
+    """Of each server, also of the dead."""
     replicas: int
     dead: tuple[int, ...] = ()
+    has_grown: bool = False
+    """Servers have joined those of the start."""
 
     @classmethod
     def first(cls, hosts: Sequence[str], *, replicas: int, epoch: int) -> "Chains":
@@ -73,7 +93,20 @@ class Chains:
         ring[::2], ring[1::2] = by_host[: (len(hosts) + 1) // 2], by_host[(len(hosts) + 1) // 2 :]
         follows = {server: [*ring[place:], *ring[:place]][: replicas + 1] for place, server in enumerate(ring)}
         chains = tuple(Chain(index, tuple(follows[index]), epoch) for index in range(len(hosts)))
-        return cls(chains, tuple(hosts), replicas)
+        return cls(chains, dict(enumerate(hosts)), replicas)
+
+    @property
+    def living(self) -> frozenset[int]:
+        return frozenset(self.hosts.keys() - {*self.dead})
+
+    @property
+    def is_of_the_start(self) -> bool:
+        """Whether nobody has died or joined."""
+        return not (self.dead or self.has_grown)
+
+    def joined(self, server: int, host: str) -> "Chains":
+        """A new server is there. It holds nothing yet."""
+        return replace(self, hosts={**self.hosts, server: host}, has_grown=True)
 
     def died(self, server: int) -> tuple["Chains", list[Chain]]:
         """The chains without this server, and those of them that have changed. One that is empty now is lost."""
@@ -85,13 +118,25 @@ class Chains:
         """With this chain of its key range."""
         return replace(self, chains=tuple(chain if each.key_range == chain.key_range else each for each in self.chains))
 
+    @property
+    def num_copies(self) -> Counter[int]:
+        """Key ranges of which each server has a copy, or is to have one."""
+        return Counter(
+            server for chain in self.chains for server in (*chain.servers, chain.newcomer) if server is not None
+        )
+
+    @property
+    def num_served(self) -> Counter[int]:
+        """Key ranges that each server serves."""
+        return Counter(chain.head for chain in self.chains if chain.servers)
+
     def lacking(self) -> Iterator[Chain]:
         """Chains that are shorter than at the start, with a living server for each that is to get a copy: one on
         another host than the others, if there is such a one, and of these one that has few copies."""
-        count = Counter(server for chain in self.chains for server in (*chain.servers, chain.newcomer))
+        count = self.num_copies
         for chain in self.chains:
             there = {self.hosts[server] for server in chain.servers}
-            left = {*range(len(self.hosts))} - {*self.dead, *chain.servers}
+            left = self.living - {*chain.servers}
             if left and chain.newcomer is None and len(chain.servers) <= self.replicas:
                 newcomer = min(left, key=lambda server: (self.hosts[server] in there, count[server], server))
                 count[newcomer] += 1
@@ -105,14 +150,17 @@ def to_body(chain: Chain) -> dict[str, object]:
         "servers": list(chain.servers),
         "epoch": chain.epoch,
         "newcomer": chain.newcomer,
+        "handover": None if chain.handover is None else list(chain.handover),
     }
 
 
 def from_body(body: Mapping[str, object]) -> Chain:
     """Raises ValueError if this is nothing that `to_body` gives."""
     key_range, servers, epoch = body.get("key_range"), body.get("servers"), body.get("epoch")
-    newcomer = body.get("newcomer")
+    newcomer, handover = body.get("newcomer"), body.get("handover") or []
     numbers = (key_range, epoch, 0 if newcomer is None else newcomer)
-    if not isinstance(servers, list) or not all(type(each) is int for each in (*numbers, *servers)):
+    are_lists = isinstance(servers, list) and isinstance(handover, list) and len(handover) in (0, 2)
+    if not are_lists or not all(type(each) is int for each in (*numbers, *servers, *handover)):  # type: ignore[misc]
         raise ValueError(f"refused {body!r} as a chain of servers")
-    return Chain(key_range, tuple(servers), epoch, newcomer)  # type: ignore[arg-type]
+    left = Handover(*handover) if handover else None
+    return Chain(key_range, tuple(servers), epoch, newcomer, left)  # type: ignore[arg-type]

@@ -25,8 +25,9 @@ class LoneSamples:
     def expect(self, loader: str, place: Place, *, num_samples: int) -> None:
         """The script gets this batch, and is done with the loader's last one."""
         if num_samples == 1:
+            if not self._places:
+                self._watch()
             self._places[loader] = place
-            self._watch()
         elif self._places.pop(loader, None) and not self._places:
             self.close()
 
@@ -36,7 +37,7 @@ class LoneSamples:
         self._hooks = []
 
     def _watch(self) -> None:
-        for name, module in self._model.named_modules() if not self._hooks else ():
+        for name, module in self._model.named_modules():
             if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
                 self._hooks.append(module.register_forward_pre_hook(OwnHook(partial(self._check, name))))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.comm.base import TableStore
 from paceline.comm.servers.group import ServerGroup
-from paceline.comm.servers.rows_in_view import RowsInView, RowsSeen
+from paceline.comm.servers.rows_in_view import RowsInView, RowsSeen, changing
 from paceline.comm.servers.tables import ServedTables
 from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
@@ -206,7 +206,7 @@ def test_no_update_is_lost_among_workers_and_servers() -> None:
 
 def hold(parent: Connection, shown: list[dict[str, Any]], spec: TableSpec) -> None:
     board = RowsSeen([spec], shown)._boards[0]
-    with board.lock, board.changing():
+    with board.lock, changing([board]):
         parent.send("held")
         parent.recv()
 

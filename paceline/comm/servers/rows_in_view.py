@@ -7,13 +7,14 @@ entries has a lock meanwhile, which outlives its owner. A worker that dies ends 
 of an update that it may leave.
 """
 
+import bisect
 import contextlib
 import itertools
 import os
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -50,16 +51,19 @@ class _Board:
         self.words = block.buffer[mutex.MUTEX_BYTES :].cast("q")
         self.lock = mutex.RobustMutex(self._memory.data_ptr())
 
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """The lock must be held."""
-        self.words[_CHANGES] |= 1  # which a worker that was killed may have left so
+
+@contextlib.contextmanager
+def changing(boards: Collection[_Board]) -> Iterator[None]:
+    """Entries of these servers change. Their locks must be held."""
+    for board in boards:
+        board.words[_CHANGES] |= 1  # which a worker that was killed may have left so
+    futex.fence()
+    try:
+        yield
+    finally:
         futex.fence()
-        try:
-            yield
-        finally:
-            futex.fence()
-            self.words[_CHANGES] += 1
+        for board in boards:
+            board.words[_CHANGES] += 1
 
 
 @final
@@ -85,7 +89,7 @@ class RowsInView(InMemory):
         return self._board.lock if self.lends else contextlib.nullcontext()
 
     def changing(self) -> contextlib.AbstractContextManager[None]:
-        return self._board.changing()
+        return changing((self._board,))
 
     def announce(self) -> None:
         """Say that there is a column that workers do not know."""
@@ -124,8 +128,17 @@ class Found(NamedTuple):
     keys: Tensor
     places: Any
     """For each key, its place in one view of the servers."""
-    first_rows: Sequence[int]
+    starts: Any
     """Where each server's rows begin in this view."""
+
+
+class _Looked(NamedTuple):
+    """Where rows are in one view."""
+
+    places: Any
+    """For each key, where its row is among those of all servers; below 0 where it has none."""
+    are_made: bool
+    """All have one."""
 
 
 @final
@@ -148,7 +161,7 @@ class RowsSeen:
         self._tables = [
             _SideBySide(spec, [each["tables"][number] for each in shown]) for number, spec in enumerate(specs)
         ]
-        self._last: dict[int, tuple[Tensor, Any]] = {}  # by table, the keys that were read last, and their places
+        self._last: dict[int, tuple[Tensor, _Looked]] = {}  # by table, the keys that were read last, and their places
 
     @property
     def is_outdated(self) -> bool:
@@ -168,20 +181,20 @@ class RowsSeen:
         looked = self._unchanged(lambda: own.read(keys))
         if looked is None:
             return None
-        places, rows = looked
-        self._last[table] = keys, places
-        self.num_read = own.num_asked(keys, places)
+        found, rows = looked
+        self._last[table] = keys, found
+        self.num_read = own.num_asked(keys, found)
         return rows
 
     def find(self, table: int, keys: Tensor) -> Found | None:
         """Where these rows are, for `update`; none: they are not this worker's to update, or some are yet to be made,
         or as `read`."""
-        own, (known, places) = self._tables[table], self._last.get(table, (None, None))
+        own, (known, looked) = self._tables[table], self._last.get(table, (None, None))
         if not own.is_lent or self.is_outdated:
             return None
         if known is not keys:
-            places = self._unchanged(lambda: own.places(keys))
-        return None if places is None or (len(places) and places.min() < 0) else Found(keys, places, own.first_rows)
+            looked = self._unchanged(lambda: own.places(keys))
+        return Found(keys, looked.places, own.starts) if looked is not None and looked.are_made else None
 
     def update(self, table: int, found: Found, values: Tensor, optimizer: RowOptimizer, servers: Sequence[int]) -> bool:
         """Make an update of those of these rows that the servers have; false, and nothing done, where one has new
@@ -192,35 +205,31 @@ class RowsSeen:
             values: of the rows' gradients.
             servers: in their order, in which everybody takes their locks.
         """
-        with contextlib.ExitStack() as locks:
-            for server in servers:
-                locks.enter_context(self._boards[server].lock)
-            if any(self._boards[server].words[_COLUMNS] != self._num_columns[server] for server in servers):
+        boards = {server: self._boards[server] for server in servers}
+        with mutex.all_of([board.lock for board in boards.values()]):
+            if any(board.words[_COLUMNS] != self._num_columns[server] for server, board in boards.items()):
                 return False
-            self._tables[table].update(found, values, optimizer, {server: self._boards[server] for server in servers})
+            self._tables[table].update(found, values, optimizer, boards)
         return True
 
     def _unchanged(self, look: Callable[[], T]) -> T | None:
         """What this gives while nothing changes; none, as `read`."""
         until_s = time.perf_counter() + _PATIENCE_S
         for _ in range(_TRIES):
-            changes = self._changes()
-            while any(number % 2 for number in changes):
+            changes = [board.words[_CHANGES] for board in self._boards]
+            while any([number % 2 for number in changes]):
                 if time.perf_counter() > until_s:
                     return None
                 os.sched_yield()
-                changes = self._changes()
+                changes = [board.words[_CHANGES] for board in self._boards]
             futex.fence()
             seen = look()
             futex.fence()
             if self.is_outdated:
                 return None
-            if changes == self._changes():
+            if changes == [board.words[_CHANGES] for board in self._boards]:
                 return seen
         return None
-
-    def _changes(self) -> list[int]:
-        return [board.words[_CHANGES] for board in self._boards]
 
 
 @final
@@ -236,69 +245,66 @@ class _SideBySide:
         # Columns have grown together, so that a row's entry has the same place in each.
         columns = {name: self._side_by_side(name, shown) for name in names}
         self._columns = {name: column for name, (column, _) in columns.items()}
-        self._rows, self.first_rows = columns[ROWS]
-        self._starts = _array(self.first_rows)
+        self._rows, self._first_rows = columns[ROWS]
+        self.starts = _array(self._first_rows)
         self._num_updates = [
-            SharedBlock.open(BlockAddress(*each["num_updates"])).tensor.view(torch.int64)
+            SharedBlock.open(BlockAddress(*each["num_updates"])).buffer.cast("q")
             for each in (shown if self.is_lent else ())
         ]
         stays = are_few(spec.num_rows) and not spec.evicts
         # By key, the place of its row and 1 more, where it stays; 0: look it up.
         self._known = torch.zeros(spec.num_rows, dtype=torch.int32) if stays else None
 
-    def read(self, keys: Tensor) -> tuple[Any, Tensor]:
+    def read(self, keys: Tensor) -> tuple[_Looked, Tensor]:
         """See `places`, and a copy of the rows there."""
-        places = self.places(keys)
-        return places, rows_of(self._spec, self._rows, keys, places, seed=self._seed)
+        found = self.places(keys)
+        return found, rows_of(self._spec, self._rows, keys, found.places, seed=self._seed, are_made=found.are_made)
 
-    def places(self, keys: Tensor) -> Any:
-        """For each key, where its row is among those of all servers; below 0 where it has none."""
-        if self._known is None:
-            return self._look_up(keys)
-        places = self._known.index_select(0, keys).numpy()
-        places -= 1
-        if len(places) and places.min() < 0:
+    def places(self, keys: Tensor) -> _Looked:
+        places = self._look_up(keys) if self._known is None else find_listed(keys, self._known).numpy()
+        are_made = _are_all_there(places)
+        if self._known is not None and not are_made:
             (new,) = (places < 0).nonzero()
             places[new] = self._look_up(keys[new])
             self._known[keys[new]] = torch.from_numpy(places[new] + 1).int()
-        return places
+            are_made = _are_all_there(places)
+        return _Looked(places, are_made)
 
     def _look_up(self, keys: Tensor) -> Any:
-        """As `places`, in the servers' indices."""
+        """The places of these keys, by the servers' indices."""
         hashed = mixed(keys)
-        owner = owners_of(hashed, len(self.first_rows)).numpy()
+        owner = owners_of(hashed, len(self._first_rows)).numpy()
         slots = self._index.find(keys, hashed, owner).numpy()
-        return np.where(slots < 0, slots, slots + self._starts.take(owner))
+        return np.where(slots < 0, slots, slots + self.starts.take(owner))
 
-    def num_asked(self, keys: Tensor, places: Any) -> int:
+    def num_asked(self, keys: Tensor, found: _Looked) -> int:
         """How many servers have these rows, or would make them."""
+        places, starts = found.places, self._first_rows
+        if not found.are_made:
+            return len(owners(keys, len(starts)).unique())
         if not len(places):
             return 0
-        if places.min() < 0:
-            return len(owners(keys, len(self.first_rows)).unique())
-        first, last = self._starts.searchsorted([places.min(), places.max()], side="right") - 1
-        between = itertools.pairwise(self.first_rows[first + 1 : last + 1])
-        return 1 + int(last > first) + sum(bool(((places >= start) & (places < stop)).any()) for start, stop in between)
+        first, last = (bisect.bisect(starts, place) for place in (places.min(), places.max()))
+        between = itertools.pairwise(starts[first:last])
+        return 1 + (last > first) + sum(bool(((places >= start) & (places < stop)).any()) for start, stop in between)
 
     def update(self, found: Found, values: Tensor, optimizer: RowOptimizer, boards: Mapping[int, _Board]) -> None:
         """As `Table.update` of each of these servers, whose locks must be held."""
-        shift = self._starts - _array(found.first_rows)
         by_number = defaultdict(list)
         for server in boards:  # those of whose rows there are none, too
-            self._num_updates[server] += 1
-            by_number[int(self._num_updates[server])].append(server)
+            self._num_updates[server][0] += 1
+            by_number[self._num_updates[server][0]].append(server)
         for number, servers in by_number.items():
             keys, places, some = found.keys, found.places, values
-            if len(servers) < len(shift) or shift.any():
-                owner = _array(found.first_rows).searchsorted(places, side="right") - 1
+            if len(servers) < len(self.starts) or found.starts is not self.starts:
+                owner = found.starts.searchsorted(places, side="right") - 1
                 (own,) = np.isin(owner, servers).nonzero()
-                keys, places, some = keys[own], (places + shift.take(owner))[own], some[own]
+                shift = (self.starts - found.starts).take(owner)
+                keys, places, some = keys[own], (places + shift)[own], some[own]
             slots, gradients = torch.from_numpy(places), RowGradients(keys, some)
             entries = stepping.copies(self._columns, slots)
             stepping.step(self._spec, optimizer, entries, gradients, seed=self._seed, number=number)
-            with contextlib.ExitStack() as changes:
-                for server in servers:
-                    changes.enter_context(boards[server].changing())
+            with changing([boards[server] for server in servers]):
                 stepping.put(self._columns, slots, entries)
 
     def _side_by_side(self, name: str, shown: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[int]]:
@@ -344,6 +350,10 @@ class _Hashed:
         """As `_Listed.find`."""
         first_buckets, masks = self._first_buckets.take(owner), self._masks.take(owner)
         return find_hashed(keys, hashed, self._keys, self._slots, first_buckets, masks)
+
+
+def _are_all_there(places: Any) -> bool:
+    return bool(np.minimum.reduce(places, initial=0) >= 0)
 
 
 def _array(numbers: Sequence[int]) -> Any:

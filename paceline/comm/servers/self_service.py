@@ -1,6 +1,5 @@
 """A worker that serves itself from lent shards: it pushes its gradient, and makes the updates if these are due."""
 
-import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from torch import Tensor
 from paceline.aggregate import MEAN, Contribution
 from paceline.comm.servers.loan import CLOCK, HAS_PUSHED, ITERATION, NUM_APPLIED, PULLED_AT, Loan, Version
 from paceline.comm.shared_memory import futex
+from paceline.comm.shared_memory.mutex import all_of
 from paceline.server.optimizer import step_of
 from paceline.server.part import build_pieces
 from paceline.server.ranges import KeyRange
@@ -184,11 +184,9 @@ class SelfServices:
         """
         if not all(service.loan.number for service in self._services):
             return False
-        with contextlib.ExitStack() as locks:  # in the same order on all workers
-            for service in self._services:
-                locks.enter_context(service.loan.lock)
-                if not service.may_push():
-                    return False
+        with all_of([service.loan.lock for service in self._services]):
+            if not all([service.may_push() for service in self._services]):
+                return False
             for service in self._services:
                 service.push()
         return True

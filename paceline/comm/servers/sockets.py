@@ -225,8 +225,10 @@ class SocketCarrier(Carrier):
         began_s = time.perf_counter()
         if services is None or self._abort_reason is not None or client.takes_rows_along or not services.push():
             return None
-        waited_s = 0.0 if services.is_over else self._wait_for_turn(services)
-        served = services.take()
+        waited_s, served = 0.0, services.take()
+        if served is None:
+            waited_s = self._wait_for_turn(services)
+            served = services.take()
         if served is None:
             return None
         client.served_itself(clock=served[0].clock)

@@ -104,6 +104,8 @@ class ServedTables(TableStore):
         if not is_fresh:
             self._present.update(wanted)
         keeping = None if is_fresh else self._keeping
+        if not left:
+            return rows
         return rows | (self._asked(left) if keeping is None else self._read_or_keep(left, keeping))
 
     def read_ahead(self, wanted: Mapping[int, Tensor]) -> None:
@@ -216,14 +218,10 @@ class ServedTables(TableStore):
         began_s, (own, self._own) = time.perf_counter(), (self._own, {})
         servers = [server for server, staleness in enumerate(reply.staleness) if staleness >= 0]
         for table, (found, values, optimizer) in own.items():
-            is_made = not servers
-            while not is_made:
-                if self._seen is None or self._seen.is_outdated:
-                    self._map()
+            while servers and not (self._seen and self._seen.update(table, found, values, optimizer, servers)):
+                self._map()
                 if not self._sees_rows:
                     raise PeerLost(f"rows of table {self._specs[table].name!r} can be updated no longer")
-                if self._seen is not None:
-                    is_made = self._seen.update(table, found, values, optimizer, servers)
             num_bytes = found.keys.nbytes + values.numel() * self._specs[table].sent.itemsize
             self._timing.moved_bytes += num_bytes  # as messages would have
         if own:

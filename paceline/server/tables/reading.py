@@ -10,15 +10,18 @@ from paceline.server.tables.hashing import normal
 from paceline.server.tables.spec import TableSpec
 
 
-def rows_of(spec: TableSpec, rows: Tensor, keys: Tensor, slots: Any, *, seed: int) -> Tensor:
+def rows_of(
+    spec: TableSpec, rows: Tensor, keys: Tensor, slots: Any, *, seed: int, are_made: bool = False
+) -> Tensor:
     """A copy of the rows in these slots.
 
     Args:
         slots: of each key, a NumPy array; below 0 where it has none.
+        are_made: all have one.
     """
     # Slots that are read while they change may be any number; then the rows do not count.
     found = torch.from_numpy(as_words(rows).take(slots, axis=0, mode="clip")).view(spec.dtype)
-    if len(slots) and slots.min() < 0:
+    if not are_made and len(slots) and slots.min() < 0:
         is_new = torch.from_numpy(slots < 0)
         found[is_new] = first_values(spec, keys[is_new], seed=seed)
     return found

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 ROWS = "rows"
 """The column of a table's rows, beside those of their optimizer's state."""
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, **_HALF}
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
 class Width(NamedTuple):
@@ -32,6 +34,8 @@ class RowGradients(NamedTuple):
     """int64 of shape (rows,), none twice."""
     values: Tensor
     """Shape (rows, dim)."""
+    are_finite: bool = False
+    """Somebody has looked."""
 
 
 @final
@@ -93,7 +97,7 @@ class TableSpec:
     @property
     def is_half(self) -> bool:
         """Whether rows lie and move in 16 bits an element."""
-        return self.dtype in _HALF.values()
+        return self.dtype.itemsize == 2
 
     @property
     def computed(self) -> torch.dtype:
@@ -120,18 +124,18 @@ class TableSpec:
 
     def checked(self, keys: Tensor) -> Tensor:
         """The keys as int64. Raises UsageError, which names the table and a key that it has no row for."""
-        if keys.is_floating_point() or keys.is_complex() or keys.dtype is torch.bool:
+        if keys.dtype not in _WHOLE:
             raise UsageError(f"table {self.name!r}: keys are whole numbers, and these are {keys.dtype}: {_some(keys)}")
         keys = keys.long()
         # One pass: what is below 0 is at least 2**63 without its sign.
-        if keys.numel() and int(keys.cpu().numpy().view("u8").max()) >= self.num_rows:
+        if np.maximum.reduce(keys.cpu().numpy().view("u8"), axis=None, initial=0) >= self.num_rows:
             key = int(keys[(keys < 0) | (keys > self.num_rows - 1)][0])
             raise UsageError(f"table {self.name!r} has rows 0 to {self.num_rows - 1}, and none of key {key}")
         return keys
 
     def nonfinite(self, gradients: RowGradients) -> int | None:
         """A key whose gradient is NaN or infinite."""
-        if is_finite(gradients.values):
+        if gradients.are_finite or is_finite(gradients.values):
             return None
         return int(gradients.keys[~gradients.values.isfinite().all(dim=1)][0])
 
@@ -154,7 +158,7 @@ def are_different(keys: Tensor) -> bool:
     for width in ("i4", "i8"):  # the low 32 bits, which differ if all keys are small, take half the time
         ordered = keys.numpy().astype(width)
         ordered.sort()  # a ninth of what torch's takes
-        if not (ordered[1:] == ordered[:-1]).any():
+        if not np.count_nonzero(ordered[1:] == ordered[:-1]):
             return True
     return False
 

@@ -217,7 +217,7 @@ class RowsSeen:
         until_s = time.perf_counter() + _PATIENCE_S
         for _ in range(_TRIES):
             changes = [board.words[_CHANGES] for board in self._boards]
-            while any([number % 2 for number in changes]):
+            while any(number % 2 for number in changes):
                 if time.perf_counter() > until_s:
                     return None
                 os.sched_yield()

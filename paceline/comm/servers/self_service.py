@@ -185,7 +185,7 @@ class SelfServices:
         if not all(service.loan.number for service in self._services):
             return False
         with all_of([service.loan.lock for service in self._services]):
-            if not all([service.may_push() for service in self._services]):
+            if not all(service.may_push() for service in self._services):
                 return False
             for service in self._services:
                 service.push()

@@ -10,9 +10,7 @@ from paceline.server.tables.hashing import normal
 from paceline.server.tables.spec import TableSpec
 
 
-def rows_of(
-    spec: TableSpec, rows: Tensor, keys: Tensor, slots: Any, *, seed: int, are_made: bool = False
-) -> Tensor:
+def rows_of(spec: TableSpec, rows: Tensor, keys: Tensor, slots: Any, *, seed: int, are_made: bool = False) -> Tensor:
     """A copy of the rows in these slots.
 
     Args:

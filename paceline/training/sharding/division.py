@@ -61,7 +61,7 @@ def _grouped(batches: Iterable[Sequence[Any]], size: int) -> Iterator[Group]:
 
 
 def _count(group: Group) -> int:
-    return sum(len(batch) for batch in group)
+    return sum(map(len, group))
 
 
 def part_of(group: Group, rank: int) -> RankBatch:

@@ -357,13 +357,19 @@ class TableStore(ABC):
 
     @abstractmethod
     def push(
-        self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
+        self,
+        gradients: Sequence[RowGradients | None],
+        *,
+        weight: float,
+        lrs: Sequence[float | None] = (),
+        are_finite: bool = False,
     ) -> None:
         """Give the servers gradients of every table's rows, none where it was not used. They become part of the update
         that this worker's next `Store.exchange` is for, in which they have this weight.
 
         Args:
             lrs: for each table, the learning rate; none, also as a whole: its optimizer's own.
+            are_finite: the caller has looked.
         """
 
     @abstractmethod

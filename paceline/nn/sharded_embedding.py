@@ -235,15 +235,15 @@ class ShardedEmbedding(nn.Module):
 
     def rescale_gradients(self, factor: float) -> None:
         """Give what was found so far another weight."""
-        self._found[:] = [RowGradients(each.keys, each.values * factor) for each in self._found]
+        self._found[:] = [RowGradients(keys, values * factor) for keys, values in self._found]
 
     def find_nonfinite(self) -> str | None:
         """A row whose gradient is NaN or infinite, in words; none if there is none."""
-        for index, gradients in enumerate(self._found):
-            key = self.spec.nonfinite(gradients)
+        if self._found:
+            self._found[:] = [summed(self._found)]  # which may overflow
+            key = self.spec.nonfinite(self._found[0])
             if key is not None:
                 return f"row {key} of table {self.spec.name}"
-            self._found[index] = gradients._replace(are_finite=True)
         return None
 
     @property

@@ -163,7 +163,7 @@ class _ObservedSynchronizer(Synchronizer):
         is_trained = self._steps > (_WARM_UP_STEPS if self._num_noise_steps else 1)
         self._seen.tables.end_step()
         self._weights.end_step()
-        self._rows.push(weight=1.0, is_void=is_trained)
+        self._rows.push(weight=1.0, is_void=is_trained, are_finite=False)
         if not is_trained:
             return self._inner.step(update, pause_at=pause_at)
         if self._num_noise_steps:

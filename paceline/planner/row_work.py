@@ -81,7 +81,12 @@ class WatchedTables(TableStore):
         self._is_read_ahead = True
 
     def push(
-        self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
+        self,
+        gradients: Sequence[RowGradients | None],
+        *,
+        weight: float,
+        lrs: Sequence[float | None] = (),
+        are_finite: bool = False,
     ) -> None:
         for table, changed, found in zip(self._tables, self._changed, gradients, strict=True):
             if found is not None:

@@ -104,7 +104,7 @@ class RowsBeside:
 
     def push(self, *, is_void: bool, pause_at: int) -> None:
         """The step's gradients become an update as the rule has it, or are dropped, on all workers alike."""
-        self._rows.push(weight=self._weight, is_void=is_void)
+        self._rows.push(weight=self._weight, is_void=is_void, are_finite=self._nonfinite != "allow")
         self._store.exchange(Push(pause_at=pause_at, void=is_void))
 
     def leave(self) -> None:

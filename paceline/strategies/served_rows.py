@@ -81,13 +81,14 @@ class ServedRows:
             weight.move_to(_Elsewhere(self._store, number, self._together))
         self.refresh()
 
-    def push(self, *, weight: float, is_void: bool) -> None:
+    def push(self, *, weight: float, is_void: bool, are_finite: bool) -> None:
         """Give the servers what backward passes have found, for the update that the next push of the model is for; if
-        `is_void`, drop it."""
+        `is_void`, drop it. `are_finite`: it has been looked at (`ShardedEmbedding.find_nonfinite`)."""
         self._warn_of(self._together.end_step())
         gradients = [each.take_gradients() for each in self._all]
         if self._store is not None and not is_void:
-            self._store.push(gradients, weight=weight, lrs=[each.changed_lr for each in self._all])
+            lrs = [each.changed_lr for each in self._all]
+            self._store.push(gradients, weight=weight, lrs=lrs, are_finite=are_finite)
 
     def _warn_of(self, in_vain: Iterable[int]) -> None:
         """Tell, once, that the script's words on what to read ahead of these tables were wrong."""

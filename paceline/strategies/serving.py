@@ -190,7 +190,7 @@ class ServerSynchronizer(Synchronizer):
             )
         self._gradients.to_host()
         stop, groups = self.stop_vote(), self._changed_groups()
-        self._rows.push(weight=self._weight, is_void=is_void)
+        self._rows.push(weight=self._weight, is_void=is_void, are_finite=self._nonfinite != "allow")
         done = None if self.context.done is None else self.context.done()
         rounds = self.context.rounds
         share = None if rounds is None else rounds.share()

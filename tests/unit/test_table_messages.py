@@ -31,7 +31,7 @@ def test_an_update_is_the_weighted_mean_of_all_workers(
     found = [gradients_of(each, worker) for worker, each in enumerate(keys)]
     net.update({worker: (weights[worker], found[worker] if keys[worker] else None) for worker in range(3)})
     expected = torch.zeros(NUM_ROWS, DIM, dtype=torch.float64)
-    for weight, (own, values, _) in zip(weights, found, strict=True):
+    for weight, (own, values) in zip(weights, found, strict=True):
         expected[own] -= weight / sum(weights) * values
     torch.testing.assert_close(net.read(range(NUM_ROWS), worker=2), expected)
 

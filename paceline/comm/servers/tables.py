@@ -181,7 +181,12 @@ class ServedTables(TableStore):
             self._sees_rows = self._num_lost < _MOST_LOST
 
     def push(
-        self, gradients: Sequence[RowGradients | None], *, weight: float, lrs: Sequence[float | None] = ()
+        self,
+        gradients: Sequence[RowGradients | None],
+        *,
+        weight: float,
+        lrs: Sequence[float | None] = (),
+        are_finite: bool = False,
     ) -> None:
         lrs = lrs or [None] * len(gradients)
         if self._keeping is not None:
@@ -191,7 +196,7 @@ class ServedTables(TableStore):
         self._own = {
             number: own
             for number, (given, lr) in enumerate(zip(gradients, lrs, strict=True))
-            if given is not None and (own := self._own_update(number, given, lr)) is not None
+            if given is not None and (own := self._own_update(number, given, lr, are_finite=are_finite)) is not None
         }
         gradients = [None if number in self._own else given for number, given in enumerate(gradients)]
         if self._own and all(given is None for given in gradients):
@@ -201,10 +206,10 @@ class ServedTables(TableStore):
         else:
             self._timed(self._client.push(gradients, weight=weight, lrs=lrs, clock=self._store.clock))
 
-    def _own_update(self, table: int, gradients: RowGradients, lr: float | None) -> _Own | None:
+    def _own_update(self, table: int, gradients: RowGradients, lr: float | None, *, are_finite: bool) -> _Own | None:
         """What this worker is to do itself; none: it is for the servers, and so is a gradient that is not finite."""
         spec, found = self._specs[table], None if self._seen is None else self._seen.find(table, gradients.keys)
-        if found is None or spec.nonfinite(gradients) is not None:
+        if found is None or not (are_finite or spec.nonfinite(gradients) is None):
             return None
         return _Own(found, gradients.values.to(spec.sent).to(spec.computed), with_lr(spec.optimizer, lr))
 

@@ -143,7 +143,7 @@ class TableShards:
 
     def copied(self, update: RowUpdate) -> tuple[dict[str, Any], list[Tensor]]:
         """What another copy of these tables is told of the update, for `read_update`: plain data, and tensors."""
-        table, (keys, values, _), optimizer = update
+        table, (keys, values), optimizer = update
         return {"table": table, "count": len(keys), "lr": optimizer.lr}, [keys, values]
 
     def read_update(self, told: Mapping[str, Any]) -> RowUpdate:

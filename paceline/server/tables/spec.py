@@ -34,8 +34,6 @@ class RowGradients(NamedTuple):
     """int64 of shape (rows,), none twice."""
     values: Tensor
     """Shape (rows, dim)."""
-    are_finite: bool = False
-    """Somebody has looked."""
 
 
 @final
@@ -135,7 +133,7 @@ class TableSpec:
 
     def nonfinite(self, gradients: RowGradients) -> int | None:
         """A key whose gradient is NaN or infinite."""
-        if gradients.are_finite or is_finite(gradients.values):
+        if is_finite(gradients.values):
             return None
         return int(gradients.keys[~gradients.values.isfinite().all(dim=1)][0])
 

@@ -170,7 +170,7 @@ class Table:
     def require(self, gradients: RowGradients) -> None:
         """Raises UsageError if `update` cannot take these: a key is none of the table's or comes twice, or a gradient
         is not finite."""
-        spec, (keys, values, _) = self.spec, gradients
+        spec, (keys, values) = self.spec, gradients
         spec.checked(keys)
         shape = len(keys), spec.dim
         if values.shape != shape or values.dtype != spec.computed:

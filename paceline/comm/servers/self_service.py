@@ -78,12 +78,12 @@ class SelfService:
         Raises:
             PeerLost: a worker's gradients cannot be reached.
         """
-        loan = self.loan
-        if not loan.number or not loan.has_room():
+        loan, number = self.loan, self.loan.number
+        if not number or not loan.has_room():
             return False
-        if loan.number != self._number:
+        if number != self._number:
             self._learn()
-        return self._sides[loan.in_force].version.words[ITERATION] < self._max_updates
+        return loan.iteration < self._max_updates
 
     def push(self) -> None:
         """Contribute this worker's gradient, which it may; the lock must be held."""

@@ -3,6 +3,11 @@ full-duplex card, L is `latency_s` of a message, one way."""
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.planner.fabric import Floats
 
 
 def ring_s(num_hosts: int, num_bytes: float, *, bytes_per_s: float, latency_s: float = 0.0) -> float:
@@ -90,8 +95,47 @@ def queue_ends_s(ready_s: Sequence[float], busy_s: Sequence[float]) -> list[floa
     return ends_s
 
 
+class Trip(NamedTuple):
+    """What each worker moves once a cycle, and meets what others move."""
+
+    own_s: float
+    """How long it takes alone."""
+    use: float
+    """The part of a link's capacity that it then takes."""
+    each: float
+    """The part of that link which each other worker takes that is met there."""
+    meets: int
+    """The index of the trip that the others are at then, among all of a cycle's."""
+
+    def expected_s(self, num_others: int, chance: float) -> float:
+        """Where each other worker is at what it meets with this chance: a link that is asked for more than it can
+        pass takes longer in proportion."""
+        if self.use >= 1:
+            return self.own_s * (1 + self.each * num_others * chance)
+        counts = np.arange(num_others + 1)
+        asked = np.maximum(1.0, self.use + self.each * counts)
+        return self.own_s * float(asked @ _binomial(num_others, chance))
+
+
+def _binomial(num: int, chance: float) -> Floats:
+    """The probabilities of 0 to `num` successes."""
+    if not 0 < chance < 1:
+        return np.eye(num + 1)[num if chance >= 1 else 0]
+    counts = np.arange(num)
+    steps = np.log((num - counts) / (counts + 1)) + math.log(chance / (1 - chance))
+    logs = np.concatenate([[0.0], np.cumsum(steps)])
+    found: Floats = np.exp(logs - logs.max())
+    return found / found.sum()
+
+
 def asynchronous_rate(
-    num_workers: int, *, cycle_s: float, own_s: float, shared_s: float, other: tuple[float, float] = (0.0, 0.0)
+    num_workers: int,
+    *,
+    cycle_s: float,
+    own_s: float,
+    shared_s: float,
+    other: tuple[float, float] = (0.0, 0.0),
+    trips: Sequence[Trip] = (),
 ) -> float:
     """Gradients a second of n workers that wait for nobody and share links evenly.
 
@@ -105,12 +149,16 @@ def asynchronous_rate(
         own_s: its transfer, alone.
         shared_s: D, one transfer on what is shared most.
         other: both of what it then moves on something else.
+        trips: what else it moves, where it depends on what others are at whether they meet: a worker finds n - 1 others
+            as they are without it.
     """
     queues = ((own_s, shared_s), other)
     delay_s = cycle_s + sum(max(0.0, own - shared) for own, shared in queues)
-    lengths, rate = [0.0, 0.0], 0.0
+    lengths, chances, rate = [0.0, 0.0], [0.0] * len(trips), 0.0
     for count in range(1, num_workers + 1):
-        trips_s = [shared * (1 + length) for (_, shared), length in zip(queues, lengths, strict=True)]
-        rate = count / (delay_s + sum(trips_s))
-        lengths = [rate * trip_s for trip_s in trips_s]
+        queued_s = [shared * (1 + length) for (_, shared), length in zip(queues, lengths, strict=True)]
+        moved_s = [trip.expected_s(count - 1, chances[trip.meets]) for trip in trips]
+        rate = count / (delay_s + sum(queued_s) + sum(moved_s))
+        lengths = [rate * trip_s for trip_s in queued_s]
+        chances = [rate / count * trip_s for trip_s in moved_s]
     return rate

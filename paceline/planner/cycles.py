@@ -319,15 +319,20 @@ def _of_asynchronous(traffic: Served, setting: Setting) -> Cycle:
 def _asynchronous_cycle_s(setting: Setting, exchange: ServerExchange, every: int) -> float:
     """A worker's mean seconds from one push to the next, without the overhead of its steps."""
     num_workers, overhead_s = setting.num_workers, setting.work.overhead_s
-    own_s = float(exchange.own_all_s.mean())
-    other_s, other_shared_s = float(exchange.rows.own_other_s.mean()), exchange.other_s / num_workers
-    besides_s = exchange.ask_s + float((exchange.trips_s + exchange.rows.own_s).mean()) - own_s - other_s + overhead_s
+    rows, trips = exchange.rows, exchange.rows.trips
+    own_s, shared_s = float(exchange.own_all_s.mean()), exchange.hub_s
+    other_s, other_shared_s = float(rows.own_other_s.mean()), exchange.other_s / num_workers
+    besides_s = exchange.ask_s + float((exchange.trips_s + rows.own_s).mean()) + overhead_s
+    if trips:  # what is met on them is no part of the rest
+        own_s, shared_s = own_s - float(rows.own_s.mean()), shared_s - rows.together_s / num_workers
+        other_s = other_shared_s = 0.0
+    besides_s -= own_s + other_s + sum(trip.own_s for trip in trips)
     before_s = (every - 1) * overhead_s
     cycle_s = num_workers / sum(
         group.count / (every * group.times.expected_s + before_s + besides_s) for group in setting.groups
     )
     rate = costs.asynchronous_rate(
-        num_workers, cycle_s=cycle_s, own_s=own_s, shared_s=exchange.hub_s, other=(other_s, other_shared_s)
+        num_workers, cycle_s=cycle_s, own_s=own_s, shared_s=shared_s, other=(other_s, other_shared_s), trips=trips
     )
     return max(num_workers / rate, num_workers * exchange.served_s) - every * overhead_s
 

@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 """Indices of hosts, racks, sites or ranks."""
 
-_KINDS = ("up", "down", "memory", "rack_up", "rack_down", "core", "site_up", "site_down", "packing", "machine")
+KINDS = ("up", "down", "memory", "rack_up", "rack_down", "core", "site_up", "site_down", "packing", "machine")
 
 
 @final
@@ -35,10 +35,10 @@ class Loads:
     machine: Floats
 
     def __add__(self, other: "Loads") -> "Loads":
-        return Loads(*(getattr(self, kind) + getattr(other, kind) for kind in _KINDS))
+        return Loads(*(getattr(self, kind) + getattr(other, kind) for kind in KINDS))
 
     def __mul__(self, factor: float) -> "Loads":
-        return Loads(*(getattr(self, kind) * factor for kind in _KINDS))
+        return Loads(*(getattr(self, kind) * factor for kind in KINDS))
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Fabric:
 
     @cached_property
     def nothing(self) -> Loads:
-        return Loads(*(np.zeros(len(getattr(self.rates, kind))) for kind in _KINDS))
+        return Loads(*(np.zeros(len(getattr(self.rates, kind))) for kind in KINDS))
 
     def messages(self, sources: Numbers, destinations: Numbers, num_bytes: Floats | float) -> Loads:
         """The load of one message from each source to the destination in the same place."""
@@ -155,7 +155,7 @@ class Fabric:
     def shares_per_s(self, sources: Numbers, destinations: Numbers) -> Floats:
         """Bytes per second of each message while all are under way and share links evenly."""
         counts = self.messages(sources, destinations, 1.0)
-        rates = {kind: _divided(getattr(self.rates, kind), getattr(counts, kind)) for kind in _KINDS}
+        rates = {kind: _divided(getattr(self.rates, kind), getattr(counts, kind)) for kind in KINDS}
         here, there = self.rack_of[sources], self.rack_of[destinations]
         near = np.minimum(rates["up"][sources], rates["down"][destinations])
         through = np.minimum(np.minimum(rates["rack_up"][here], rates["rack_down"][there]), rates["core"][0])
@@ -167,7 +167,7 @@ class Fabric:
 
     def busiest(self, loads: Loads) -> Busiest:
         best = Busiest("none", 0.0, 0.0)
-        for kind in _KINDS:
+        for kind in KINDS:
             amounts: Floats = getattr(loads, kind)
             times = amounts / getattr(self.rates, kind)
             number = int(np.argmax(times))

@@ -12,11 +12,13 @@ from paceline.engines.virtual.server import update_bytes
 from paceline.messages import FRAME_BYTES, HEAD_BYTES
 from paceline.planner import costs
 from paceline.planner.coded import payload_bytes
-from paceline.planner.fabric import Floats, Loads
+from paceline.planner.fabric import KINDS, Fabric, Floats, Loads
 from paceline.planner.setting import Setting
 from paceline.planner.weight_work import WeightWork, moved_bytes
 from paceline.server.windows import PIECES_UNDER_WAY
 from paceline.strategies.traits import Served
+
+_TINY_S = 1e-12
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,8 @@ class RowExchange(NamedTuple):
     turn_s: float | None
     """Between the ends of what comes last to two workers. None: they stay together, as where workers ask for rows of
     tables one after the other: what all others are sent is ahead of a further request, however small."""
+    trips: tuple[costs.Trip, ...] = ()
+    """Of rows of tables, what asynchronous workers meet of others' on their way to servers, and back."""
 
     @property
     def own_s(self) -> Floats:
@@ -306,7 +310,40 @@ def _row_exchange(setting: Setting, row_staleness: int, weights: Sequence[Weight
     packed_s = packed_bytes / setting.fabric.packing_bytes_per_s
     requests_s = num_requests * (_round_trip_s(setting) + setting.cluster.servers.request_us * 1e-6)
     handled_s = _handled_s(setting, push_bytes + pull_bytes)
-    return RowExchange(requests_s + handled_s, push, pull, packed_s, turn_s)
+    ways = ((push, push_bytes), (pull, pull_bytes)) if rows is not None else ()
+    return RowExchange(requests_s + handled_s, push, pull, packed_s, turn_s, _trips(setting, ways))
+
+
+def _trips(setting: Setting, ways: Sequence[tuple[Way, float]]) -> tuple[costs.Trip, ...]:
+    """Of each of these ways of an average worker, the first to servers: it meets others' on the link that would have
+    to pass most if all were under way. Where servers have hosts of their own, those are on the same way, and each takes
+    a part of a server's link; where they are on workers' hosts, what one worker is sent meets what the others send."""
+    fabric, num_others = setting.fabric, setting.num_workers - 1
+    if not num_others:
+        return ()
+    all_s = [_flat(fabric, way.loads) for way, _ in ways]
+    ends = np.array(setting.places.workers[:1]), np.array(setting.places.servers)
+    own_s = [
+        _flat(fabric, fabric.everyone_to_everyone(*ends[:: 1 - 2 * back], size / len(ends[1]), is_packed=True))
+        for back, (_, size) in enumerate(ways)
+    ]
+    mean_s = [float(way.own_s.mean()) for way, _ in ways]
+    parts = [own / max(mean, _TINY_S) for own, mean in zip(own_s, mean_s, strict=True)]
+    others = [
+        (whole - own) / num_others / max(mean, _TINY_S) for whole, own, mean in zip(all_s, own_s, mean_s, strict=True)
+    ]
+    found = []
+    for mean, part in zip(mean_s, parts, strict=True):
+        asked = [np.where(part > 0, part + num_others * other, 0.0) for other in others]
+        meets = int(np.argmax([each.max() for each in asked]))
+        link = int(np.argmax(asked[meets]))
+        found.append(costs.Trip(mean, min(1.0, float(part[link])), float(others[meets][link]), meets))
+    return tuple(found)
+
+
+def _flat(fabric: Fabric, loads: Loads) -> Floats:
+    """How long each link is busy with these."""
+    return np.concatenate([getattr(loads, kind) / getattr(fabric.rates, kind) for kind in KINDS])
 
 
 def _handled_s(setting: Setting, num_bytes: float) -> float:

@@ -65,6 +65,28 @@ def test_asynchronous_rate_by_hand() -> None:
     assert costs.asynchronous_rate(2, cycle_s=1.0, own_s=1.0, shared_s=1.0, other=(1.0, 1.0)) == pytest.approx(6 / 11)
 
 
+def test_a_link_is_late_where_it_is_asked_for_more_than_it_can_pass() -> None:
+    """Two workers, 2 s besides, and a trip of 1 s each way, on which one meets the other's way back with a chance of
+    1/4."""
+    way, back = costs.Trip(1.0, 1.0, 1.0, meets=1), costs.Trip(1.0, 1.0, 1.0, meets=0)
+    rate = costs.asynchronous_rate(2, cycle_s=2.0, own_s=0.0, shared_s=0.0, trips=(way, back))
+    assert rate == pytest.approx(2 / (2 + 2 * 1.25))
+    # Half of a link each: two workers never wait, and three do if both others are there, with a chance of 1/16.
+    half = costs.Trip(1.0, 0.5, 0.5, meets=0)
+    assert half.expected_s(1, 0.25) == pytest.approx(1.0)
+    assert half.expected_s(2, 0.25) == pytest.approx(1 + 0.5 / 16)
+    assert [half.expected_s(3, chance) for chance in (0.0, 1.0)] == pytest.approx([1.0, 2.0])
+
+
+@given(st.integers(0, 2000), st.floats(0.0, 1.0), st.floats(0.01, 1.0), st.floats(0.0, 1.0))
+def test_a_trip_keeps_its_bounds(num_others: int, chance: float, use: float, each: float) -> None:
+    """It takes its own time at least, and what all together ask for on the average (Jensen)."""
+    found_s = costs.Trip(1.0, use, each, meets=0).expected_s(num_others, chance)
+    asked = use + each * num_others * chance
+    assert found_s >= max(1.0, asked) * (1 - 1e-9)
+    assert found_s <= 1 + each * num_others * chance + 1e-9
+
+
 @given(st.integers(1, 200), st.floats(0.01, 10), st.floats(0.01, 10), st.floats(0.001, 10))
 def test_asynchronous_rate_keeps_its_bounds(n: int, cycle_s: float, own_s: float, shared_s: float) -> None:
     rate = costs.asynchronous_rate(n, cycle_s=cycle_s, own_s=own_s, shared_s=shared_s)

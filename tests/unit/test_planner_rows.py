@@ -146,6 +146,8 @@ def costly(cluster: Cluster) -> Cluster:
         ("ps-bsp:combine=never:servers=2", "separate", 0.08),
         ("all-reduce:servers=2", "with workers", 0.08),
         ("ps-ssp:servers=1:row_staleness=3", "separate", 0.15),
+        ("ps-asp:servers=2", "separate", 0.1),
+        ("ps-asp:servers=2", "with workers", 0.1),
     ],
 )
 @pytest.mark.parametrize("costs", [False, True])

@@ -20,7 +20,7 @@ from paceline.comm.servers.self_service import SelfService, SelfServices
 from paceline.comm.servers.service import ParameterService
 from paceline.comm.shared_memory import mutex
 from paceline.comm.shared_memory.block import SharedBlock
-from paceline.comm.shared_memory.mutex import MUTEX_BYTES, RobustMutex
+from paceline.comm.shared_memory.mutex import MUTEX_BYTES, RobustMutex, all_of
 from paceline.comm.wire import Keys
 from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
@@ -310,6 +310,25 @@ def test_a_lock_outlives_its_owner() -> None:
     for _ in range(2):
         with lock:
             pass
+
+
+def test_several_locks_are_taken_and_let_go_together() -> None:
+    """Also where what is done under them fails."""
+    blocks = [SharedBlock.create(MUTEX_BYTES) for _ in range(2)]
+    for block in blocks:
+        mutex.prepare(block.tensor.data_ptr())
+    locks = [RobustMutex(block.tensor.data_ptr()) for block in blocks]
+
+    def are_free() -> bool:
+        return not any(mutex._at_once.pthread_mutex_trylock(lock._address) or lock.__exit__() for lock in locks)
+
+    with suppress(RuntimeError), all_of(locks):
+        taken = FORKS.Process(target=lambda: os._exit(are_free()))
+        taken.start()
+        taken.join()
+        assert taken.exitcode == 0
+        raise RuntimeError
+    assert are_free()
 
 
 @pytest.mark.parametrize("are_here", [(True, True), (True, False)], ids=["all here", "one elsewhere"])

@@ -21,7 +21,7 @@ from paceline.server.tables.dividing import divided, joined
 from paceline.server.tables.hashing import mixed, normal, owners
 from paceline.server.tables.shards import TableShards
 from paceline.server.tables.slots import HashedSlots, slots_for
-from paceline.server.tables.spec import RowGradients, TableSpec
+from paceline.server.tables.spec import RowGradients, TableSpec, are_different
 from paceline.server.tables.storage import Column, InFiles, InMemory, TableFiles
 from paceline.server.tables.table import Table
 from tests.unit.one_table import BATCHES, DIM, KEYS, NUM_ROWS, SIZES, Net, gradients_of, spec_of
@@ -57,6 +57,13 @@ def test_first_values_are_normal_and_differ() -> None:
 
 
 # --- tables --------------------------------------------------------------------------------------------------------
+
+
+@given(keys=st.lists(st.integers(0, 30) | KEYS, max_size=40), spread=st.sampled_from([1, 64, 2**20]))
+def test_keys_that_come_twice_are_found(keys: list[int], spread: int) -> None:
+    """Also where the low bits of different ones are the same."""
+    tensor = torch.tensor(keys, dtype=torch.int64) * spread
+    assert are_different(tensor) == (len(tensor.unique()) == len(keys))
 
 
 def test_rows_take_memory_from_their_first_update_on() -> None:

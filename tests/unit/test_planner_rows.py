@@ -170,8 +170,8 @@ def test_the_virtual_engine_takes_as_long(
 
 
 def test_asynchronous_workers_meet_where_links_are_asked_for_more_than_they_pass() -> None:
-    """Servers on hosts of their own pass what two workers' cards take. On the workers' hosts what one is sent meets what
-    the other sends."""
+    """Servers on hosts of their own pass what two workers' cards take. On the workers' hosts what one worker is sent
+    meets what the other sends."""
 
     def trips(placement: str, num_workers: int = 2) -> list[tuple[float, float, int]]:
         setting = Setting.of(cluster_of(placement), seen(), num_workers=num_workers, num_servers=2)

@@ -120,12 +120,15 @@ class Trip(NamedTuple):
 def _binomial(num: int, chance: float) -> Floats:
     """The probabilities of 0 to `num` successes."""
     if not 0 < chance < 1:
-        return np.eye(num + 1)[num if chance >= 1 else 0]
+        sure: Floats = np.zeros(num + 1)
+        sure[num if chance >= 1 else 0] = 1.0
+        return sure
     counts = np.arange(num)
     steps = np.log((num - counts) / (counts + 1)) + math.log(chance / (1 - chance))
     logs = np.concatenate([[0.0], np.cumsum(steps)])
-    found: Floats = np.exp(logs - logs.max())
-    return found / found.sum()
+    likely = np.exp(logs - logs.max())
+    found: Floats = likely / likely.sum()
+    return found
 
 
 def asynchronous_rate(

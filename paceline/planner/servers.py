@@ -315,17 +315,19 @@ def _row_exchange(setting: Setting, row_staleness: int, weights: Sequence[Weight
 
 
 def _trips(setting: Setting, ways: Sequence[tuple[Way, float]]) -> tuple[costs.Trip, ...]:
-    """Of each of these ways of an average worker, the first to servers: it meets others' on the link that would have
-    to pass most if all were under way. Where servers have hosts of their own, those are on the same way, and each takes
-    a part of a server's link; where they are on workers' hosts, what one worker is sent meets what the others send."""
+    """Of each of these ways of the first worker, to servers and back, each with its bytes: it meets others' on the link
+    that would have to pass most if all were under way. Where servers have hosts of their own, those are on the same
+    way, and each takes a part of a server's link; where they are on workers' hosts, what one worker is sent meets what
+    the others send."""
     fabric, num_others = setting.fabric, setting.num_workers - 1
-    if not num_others:
+    if not (num_others and ways):
         return ()
     all_s = [_flat(fabric, way.loads) for way, _ in ways]
-    ends = np.array(setting.places.workers[:1]), np.array(setting.places.servers)
+    worker, servers = np.array(setting.places.workers[:1]), np.array(setting.places.servers)
+    (_, push_bytes), (_, pull_bytes) = ways
     own_s = [
-        _flat(fabric, fabric.everyone_to_everyone(*ends[:: 1 - 2 * back], size / len(ends[1]), is_packed=True))
-        for back, (_, size) in enumerate(ways)
+        _flat(fabric, fabric.everyone_to_everyone(sources, takers, num_bytes / len(servers), is_packed=True))
+        for sources, takers, num_bytes in ((worker, servers, push_bytes), (servers, worker, pull_bytes))
     ]
     mean_s = [float(way.own_s.mean()) for way, _ in ways]
     parts = [own / max(mean, _TINY_S) for own, mean in zip(own_s, mean_s, strict=True)]

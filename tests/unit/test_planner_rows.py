@@ -24,6 +24,8 @@ from paceline.planner import StepWork, predict
 from paceline.planner.observing import observe
 from paceline.planner.row_work import NUM_STEPS, RowWork, WatchedTables
 from paceline.planner.search import plan
+from paceline.planner.servers import server_exchange
+from paceline.planner.setting import Setting
 from paceline.planner.wording import answer
 from paceline.server.tables.row_optimizers import of_text
 from paceline.server.tables.spec import TableSpec
@@ -147,7 +149,7 @@ def costly(cluster: Cluster) -> Cluster:
         ("all-reduce:servers=2", "with workers", 0.08),
         ("ps-ssp:servers=1:row_staleness=3", "separate", 0.15),
         ("ps-asp:servers=2", "separate", 0.1),
-        ("ps-asp:servers=2", "with workers", 0.1),
+        ("ps-asp:servers=2", "with workers", 0.15),
     ],
 )
 @pytest.mark.parametrize("costs", [False, True])
@@ -165,6 +167,23 @@ def test_the_virtual_engine_takes_as_long(
     assert found.step_s == pytest.approx(float(np.mean(took_s)), rel=tolerance)
     few = replace(seen(), rows=RowWork(2, ((0.0, 0.0),), 0.0, (0.0,)))  # what the rows themselves take is a good part
     assert predict(cluster, strategy=chosen, workers=2, work=few).step_s < found.step_s - 0.0003
+
+
+def test_asynchronous_workers_meet_where_links_are_asked_for_more_than_they_pass() -> None:
+    """Servers on hosts of their own pass what two workers' cards take. On the workers' hosts what one worker is sent
+    meets what the other sends."""
+
+    def trips(placement: str, num_workers: int = 2) -> list[tuple[float, float, int]]:
+        setting = Setting.of(cluster_of(placement), seen(), num_workers=num_workers, num_servers=2)
+        rows = server_exchange(setting, num_gradients=1).rows
+        return [(round(trip.use, 3), round(trip.each, 3), trip.meets) for trip in rows.trips]
+
+    for use, each, _ in trips("separate"):
+        assert use + each <= 1.001
+    assert trips("with workers") == [(1, pytest.approx(1, abs=0.05), 1), (1, pytest.approx(1, abs=0.05), 0)]
+    # A third worker's is more than two servers pass.
+    assert trips("separate", 3) == [(0.5, 0.5, 0), (0.5, 0.5, 1)]
+    assert trips("separate", 1) == []
 
 
 def test_a_plan_says_that_it_does_not_price_rows_that_are_read_ahead() -> None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,7 +125,7 @@ class TableSpec:
             raise UsageError(f"table {self.name!r}: keys are whole numbers, and these are {keys.dtype}: {_some(keys)}")
         keys = keys.long()
         # One pass: what is below 0 is at least 2**63 without its sign.
-        if np.maximum.reduce(keys.cpu().numpy().view("u8"), axis=None, initial=0) >= self.num_rows:
+        if keys.numel() and keys.cpu().numpy().view("u8").max() >= self.num_rows:
             key = int(keys[(keys < 0) | (keys > self.num_rows - 1)][0])
             raise UsageError(f"table {self.name!r} has rows 0 to {self.num_rows - 1}, and none of key {key}")
         return keys
@@ -155,9 +154,9 @@ def are_different(keys: Tensor) -> bool:
     """Whether none of these int64, in this process's memory, comes twice."""
     own, mask = keys.numpy(), (4 << len(keys).bit_length()) - 1
     # Of those whose low bits are the same one keeps the place. So equal ones are the one that keeps it and one that
-    # does not, or two that do not. Sorting all keys takes three times as long.
-    places, last = own & mask, np.empty(mask + 1, "i4")
-    numbers = np.arange(len(own), dtype="i4")
+    # does not, or two that do not. Sorting all keys takes twice as long.
+    places, last = own & mask, torch.empty(mask + 1, dtype=torch.int32).numpy()
+    numbers = torch.arange(len(own), dtype=torch.int32).numpy()
     last[places] = numbers
     kept = last.take(places)
     (others,) = (kept != numbers).nonzero()

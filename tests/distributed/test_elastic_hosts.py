@@ -13,14 +13,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.namespaces import SWITCH, Host, Network
 from paceline.topology import Ring
-from tests.distributed.harness import PACELINE, SCRIPTS, pids, wait_until
+from tests.distributed.harness import SCRIPTS, pids, wait_until
 from tests.distributed.own_network import own_network
 from tests.distributed.test_elastic import of, require_each_sample_once, require_same_model, undisturbed
 from tests.distributed.test_elastic_gossip import make
@@ -114,7 +113,7 @@ def require_end(pid: int, host: Host) -> None:
     assert wait_until(lambda: pid not in pids_on(host), within_s=3 * DEADLINE_S + 60)
     took_s = time.monotonic() - began_s
     print(f"process {pid} ended {took_s:.2f} s after its host was cut off")
-    assert took_s > 2 * DEADLINE_S
+    assert took_s > DEADLINE_S  # the last word may have come some time before
 
 
 def set_link(network: Network, host: Host, state: str) -> None:
@@ -249,9 +248,8 @@ def test_workers_and_hosts_die_and_are_cut_off(four_hosts: Network, tmp_path: Pa
 
 
 def test_workers_join_and_none_is_left_alone(four_hosts: Network, tmp_path: Path) -> None:
-    """A run after the other on one cluster, which takes long to start. Chaos strikes workers that are no forks."""
-    network = replace(four_hosts, programs=Path(PACELINE).parent)
-    address = network.start_ray(3)
+    """A run after the other on one cluster, which takes long to start."""
+    network, address = four_hosts, four_hosts.start_ray(3)
     workers_join_on_a_host_that_comes(network, address, tmp_path / "joins")
     workers_join_and_die_in_rounds(network, address, tmp_path / "rounds")
     low_rank = ":codec=powersgd:codec.rank=64:codec.least=0:codec.start=0"

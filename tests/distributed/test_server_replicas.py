@@ -17,7 +17,7 @@ import torch
 
 from paceline.checkpoint import Checkpoint
 from paceline.records import UpdateRecord, read_records
-from tests.distributed.harness import TRAIN, Command, events, is_training, pids, wait_until
+from tests.distributed.harness import TRAIN, Command, events, is_training, num_steps, pids, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 NUM_STEPS = 120
@@ -31,13 +31,14 @@ def begin(
     strategy: str,
     *faults: object,
     steps: int = NUM_STEPS,
+    step_s: float = 0.01,
     elastic: Sequence[str] = (),
     **options: int,
 ) -> Command:
     chosen = [f"--option={name}={value}" for name, value in options.items()]
     return start(
         "run", TRAIN, "--strategy", strategy, "--workers", 2, "--eval-every", 40, "--out", out, *elastic, *chosen, "--",
-        *faults, "--step-s", 0.01, "--steps", steps, "--results", out,
+        *faults, "--step-s", step_s, "--steps", steps, "--results", out,
     )  # fmt: skip
 
 
@@ -54,12 +55,6 @@ def kill(out: Path, server: int) -> float:
     pid = pids(out)[f"server-{server}"]
     os.kill(pid, signal.SIGKILL)
     return time.monotonic()
-
-
-def num_steps(out: Path) -> int:
-    """Which are recorded, of both workers."""
-    path = out / "steps.csv"
-    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def has(out: Path, name: str) -> bool:
@@ -117,9 +112,9 @@ def test_every_gradient_counts_once(start: Start, tmp_path: Path, strategy: str,
 
 def test_two_replicas_outlive_two_deaths(start: Start, tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
-    output = begin(start, whole, "ps-bsp", steps=400, servers=3, replicas=2).wait()
+    output = begin(start, whole, "ps-bsp", steps=400, step_s=0, servers=3, replicas=2).wait()
     assert checkpoint(whole).iteration == 400, output
-    command = begin(start, out, "ps-bsp", steps=400, servers=3, replicas=2)
+    command = begin(start, out, "ps-bsp", steps=400, step_s=0.02, servers=3, replicas=2)
     assert wait_until(lambda: num_steps(out) > 20)
     kill(out, 0)
     assert wait_until(lambda: has(out, "taken_over"), within_s=SOON_S)
@@ -139,9 +134,9 @@ def test_two_replicas_outlive_two_deaths(start: Start, tmp_path: Path) -> None:
 def test_copies_are_made_anew(start: Start, tmp_path: Path, elastic: tuple[str, ...]) -> None:
     """Each key range has two copies, and lives through the deaths of both that had it at first."""
     whole, out = tmp_path / "whole", tmp_path / "out"
-    output = begin(start, whole, "ps-bsp", steps=400, servers=3, replicas=1).wait()
+    output = begin(start, whole, "ps-bsp", steps=400, step_s=0, servers=3, replicas=1).wait()
     assert checkpoint(whole).iteration == 400, output
-    command = begin(start, out, "ps-bsp", steps=400, servers=3, replicas=1, elastic=elastic)
+    command = begin(start, out, "ps-bsp", steps=400, step_s=0.02, servers=3, replicas=1, elastic=elastic)
     assert wait_until(lambda: num_steps(out) > 20)
     kill(out, 1)
     assert wait_until(lambda: len(of(out, "copied")) == 2, within_s=SOON_S)

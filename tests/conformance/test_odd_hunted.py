@@ -43,6 +43,7 @@ from tests.conformance.odd_judging import (
     STRATEGIES,
     TOGETHER,
     judge,
+    under_each,
 )
 from tests.conformance.odd_steps import set_gradients
 from tests.conformance.scripts import BATCH_SIZE, launched, samples
@@ -222,9 +223,9 @@ def marks(engine: str, strategy: str, name: str) -> list[Any]:
 
 
 def cases() -> list[Any]:
-    """Every script under every strategy virtually, and in processes, where only the way of the bytes is another, under
+    """Every script under each strategy virtually, and in processes, where only the way of the bytes is another, under
     all-reduce and a server in turns, some under gossip, too."""
-    virtually = [("virtual", strategy, name) for strategy in STRATEGIES for name in SCRIPTS]
+    virtually = [("virtual", *case) for case in under_each(SCRIPTS)]
     in_turns = [("processes", JOINT[number % 2], name) for number, name in enumerate(SCRIPTS)]
     more = [("processes", "gossip", name) for name in odd_hunted.SCRIPTS]
     return [pytest.param(*case, id="-".join(case), marks=marks(*case)) for case in [*virtually, *in_turns, *more]]

@@ -52,3 +52,9 @@ def start(tmp_path: Path, program_forks: str) -> Iterator[Callable[..., Command]
 def start_on_cluster(start: Callable[..., Command], cluster: str) -> Callable[..., Command]:
     """As `start`, for commands whose own Ray would show nothing more: it takes longer to start than most of them."""
     return partial(start, RAY_ADDRESS=cluster)
+
+
+@pytest.fixture
+def on_cluster(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for whatever the test starts."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster)

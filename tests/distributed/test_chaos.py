@@ -62,7 +62,9 @@ def test_nothing_is_lost_in_rounds_whoever_dies(start_on_cluster: Callable[..., 
 
 
 @pytest.mark.timeout(900)
-def test_nothing_is_lost_between_neighbours_whoever_dies(start_on_cluster: Callable[..., Command], tmp_path: Path) -> None:
+def test_nothing_is_lost_between_neighbours_whoever_dies(
+    start_on_cluster: Callable[..., Command], tmp_path: Path
+) -> None:
     """Connections that are cut; one dies before it sends its model, another when it has received those of others."""
     strikes = [
         strike("worker-1", "sends its model", 7, "cut"),
@@ -77,7 +79,9 @@ def test_nothing_is_lost_between_neighbours_whoever_dies(start_on_cluster: Calla
 
 
 @pytest.mark.timeout(900)
-def test_servers_die_and_a_launcher_whose_disk_was_full(start_on_cluster: Callable[..., Command], tmp_path: Path) -> None:
+def test_servers_die_and_a_launcher_whose_disk_was_full(
+    start_on_cluster: Callable[..., Command], tmp_path: Path
+) -> None:
     """The launcher dies before it has written another checkpoint than the one that did not fit on the disk."""
     given = ["--strategy", "ps-bsp", "--option", "servers=2", "--option", "replicas=1", "--workers", 2]
     servers = [strike("server-1", "is asked", 18, "cut"), strike("server-0", "is asked", 30, "kill")]
@@ -97,7 +101,9 @@ def test_servers_die_and_a_launcher_whose_disk_was_full(start_on_cluster: Callab
 def test_each_gradient_counts_once_without_lock_step(start_on_cluster: Callable[..., Command], tmp_path: Path) -> None:
     """As the servers' own counts say, and the model, to which each gradient adds its own, to the last digits."""
     given = ["--strategy", "ps-asp", "--option", "servers=2", "--option", "replicas=1", "--workers", 2]
-    command = start_on_cluster("chaos", SCRIPTS / "sums.py", *given, "--kills", 1, "--seed", 2, "--out", tmp_path / "out")
+    command = start_on_cluster(
+        "chaos", SCRIPTS / "sums.py", *given, "--kills", 1, "--seed", 2, "--out", tmp_path / "out"
+    )
     output = command.wait()
     assert command.status == 0, output
     assert re.search(r"kill|segfault", output)

@@ -67,8 +67,8 @@ def of(out: Path, name: str) -> list[dict[str, Any]]:
 
 def test_the_model_is_that_of_the_undisturbed_run(start: Start, start_on_cluster: Start, tmp_path: Path) -> None:
     outs = [tmp_path / "whole", *(tmp_path / f"without-{server}" for server in (0, 1))]
-    command = begin(start_on_cluster, outs[0], "ps-bsp", servers=2, replicas=1)
-    assert command.wait()
+    output = begin(start_on_cluster, outs[0], "ps-bsp", servers=2, replicas=1).wait()
+    assert checkpoint(outs[0]).iteration == NUM_STEPS, output
     for server, out in enumerate(outs[1:]):
         faults = ["--fault", "kill-server", "--rank", server, "--step", 40]
         command = begin(start, out, "ps-bsp", *faults, servers=2, replicas=1)
@@ -139,9 +139,7 @@ def test_copies_are_made_anew(start_on_cluster: Start, tmp_path: Path, elastic: 
     whole, out = tmp_path / "whole", tmp_path / "out"
     output = begin(start_on_cluster, whole, "ps-bsp", steps=400, step_s=0, servers=3, replicas=1).wait()
     assert checkpoint(whole).iteration == 400, output
-    command = begin(
-        start_on_cluster, out, "ps-bsp", steps=400, step_s=0.02, servers=3, replicas=1, elastic=elastic
-    )
+    command = begin(start_on_cluster, out, "ps-bsp", steps=400, step_s=0.02, servers=3, replicas=1, elastic=elastic)
     assert wait_until(lambda: num_steps(out) > 20)
     kill(out, 1)
     assert wait_until(lambda: len(of(out, "copied")) == 2, within_s=SOON_S)

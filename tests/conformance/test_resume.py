@@ -22,6 +22,7 @@ from tests.conformance.rows import (
     BATCH_SIZE,
     NUM_SAMPLES,
     ROWS,
+    SELDOM,
     Row,
     every_deterministic_row,
     every_row,
@@ -210,7 +211,7 @@ def train_while_rank_1_is_behind(worker: Worker, out: Path) -> None:
 def test_workers_that_were_not_in_step_go_on_in_step(first: str, second: str, tmp_path: Path) -> None:
     """All from the place of the first, and so they end together."""
     workers = ROW[first].workers
-    ROW[first].run(train_while_rank_1_is_behind, tmp_path / "begun", max_steps=10)
+    ROW[first].run(train_while_rank_1_is_behind, tmp_path / "begun", max_steps=10, checkpoint_every=SELDOM)
     places = [(worker.epoch, worker.num_batches_done) for worker in checkpoint_in(tmp_path / "begun").workers]
     assert len(set(places)) > 1
     row = replace(ROW[second], workers=workers)

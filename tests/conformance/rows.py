@@ -140,7 +140,7 @@ def coded(strategy: str, codec: str, **fields: Any) -> Row:
 
 
 # In processes one row of those whose bytes take the same way is enough. So these are left out: single, which sends
-# nothing, sgp and relay beside gossip, and rounds of all beside those of a quorum. One server lends its shards to the
+# nothing, sgp and relay beside gossip, rounds of all beside those of a quorum, and powersgd's of averages. One server lends its shards to the
 # workers, and three do not, so that both are there.
 ROWS = (
     Row("single", "single", 1, in_processes="never"),
@@ -225,7 +225,6 @@ ROWS = (
         options={"every": 3},
         steps_an_iteration=3,
         has_debts=True,
-        in_processes="slow",
     ),
     coded(
         "diloco",

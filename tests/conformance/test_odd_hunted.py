@@ -223,10 +223,11 @@ def marks(engine: str, strategy: str, name: str) -> list[Any]:
 
 
 def cases() -> list[Any]:
-    """Every script under each strategy virtually, and in processes, where only the way of the bytes is another, under
-    all-reduce and a server in turns, some under gossip, too."""
+    """Every script under each strategy virtually. In processes, where only the way of the bytes is another, those of
+    `odd_hunted.py` and every other one of the rest, under all-reduce and a server in turns; some under gossip, too."""
     virtually = [("virtual", *case) for case in under_each(SCRIPTS)]
-    in_turns = [("processes", JOINT[number % 2], name) for number, name in enumerate(SCRIPTS)]
+    some = [name for number, name in enumerate(SCRIPTS) if number % 2 or name in odd_hunted.SCRIPTS]
+    in_turns = [("processes", JOINT[number % 2], name) for number, name in enumerate(some)]
     more = [("processes", "gossip", name) for name in odd_hunted.SCRIPTS]
     return [pytest.param(*case, id="-".join(case), marks=marks(*case)) for case in [*virtually, *in_turns, *more]]
 

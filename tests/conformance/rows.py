@@ -140,8 +140,8 @@ def coded(strategy: str, codec: str, **fields: Any) -> Row:
 
 
 # In processes one row of those whose bytes take the same way is enough. So these are left out: single, which sends
-# nothing, sgp and relay beside gossip, rounds of all beside those of a quorum, and powersgd's of averages. One server lends its shards to the
-# workers, and three do not, so that both are there.
+# nothing, sgp and relay beside gossip, rounds of all beside those of a quorum, and powersgd's beside its steps.
+# One server lends its shards to the workers, and three do not, so that both are there.
 ROWS = (
     Row("single", "single", 1, in_processes="never"),
     Row("all-reduce", "all-reduce", 2, in_processes="quick"),

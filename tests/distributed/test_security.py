@@ -144,8 +144,9 @@ def test_a_run_on_two_hosts_with_a_stranger_on_their_network(hosts: Network, tmp
     first, second, outside = hosts.hosts
     address = replace(hosts, hosts=(first, second), programs=Path(PACELINE).parent).start_ray()
     command = [PACELINE, "run", str(TRAIN), "--strategy", "ps-bsp", "--workers", "2", "--option", "servers=2"]
+    command += ["--start-deadline", "600"]
     launcher = hosts.start(first, [*command, "--address", address, "--out", str(out), "--", *TRAINING])
-    assert wait_until(lambda: is_training(out) or launcher.poll() is not None)
+    assert wait_until(lambda: is_training(out) or launcher.poll() is not None, within_s=600)
     assert launcher.poll() is None, launcher.communicate()
     ports, protections = [], {}
     seen: set[Socket] = set()

@@ -136,8 +136,12 @@ class Network:
         self._start_node(host, f"--address={address}")
 
     def _start_node(self, host: Host, *options: str) -> None:
-        ray = str(self.programs / "ray")
-        self.run(host, [ray, *_RAY, *options, f"--node-ip-address={host.address}"], timeout_s=_JOIN_S)
+        command = [str(self.programs / "ray"), *_RAY, *options, f"--node-ip-address={host.address}"]
+        try:
+            self.run(host, command, timeout_s=_JOIN_S)
+        except RuntimeError:  # a Ray whose agents need more than 15 s ends itself, as on a busy machine
+            _end_processes([host.name])
+            self.run(host, command, timeout_s=_JOIN_S)
 
 
 def address_of(number: int) -> str:

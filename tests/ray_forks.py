@@ -49,11 +49,6 @@ def use_in_program() -> None:
     sys.meta_path.insert(0, OnceLoaded({**_LESS, "ray._private.parameter": _fork_workers}))
 
 
-def be_patient_in_program() -> None:
-    """As `use_in_program`, but workers start as ever."""
-    sys.meta_path.insert(0, OnceLoaded(_LESS))
-
-
 class OnceLoaded(MetaPathFinder):
     """Changes modules as they are loaded, by their names."""
 

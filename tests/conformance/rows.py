@@ -125,6 +125,9 @@ CODECS = (
 """What every strategy takes."""
 JOINT_CODECS = ("sign", "powersgd:start=3:least=1")
 """What only workers among themselves take."""
+JOINTLY_SERVED = ("fp16", "int8", "fp8", "terngrad", "one-bit", "random-k:ratio=0.5")
+"""Servers take and give codes in one way, whether all gradients make an update or each does: the checks run over each
+codec under one of the two, and under all-reduce."""
 
 
 def coded(strategy: str, codec: str, **fields: Any) -> Row:
@@ -137,8 +140,8 @@ def coded(strategy: str, codec: str, **fields: Any) -> Row:
 
 
 # In processes one row of those whose bytes take the same way is enough. So these are left out: single, which sends
-# nothing, sgp and relay beside gossip, and rounds of all beside those of a quorum. One server lends its shards to the
-# workers, and three do not, so that both are there.
+# nothing, sgp and relay beside gossip, rounds of all beside those of a quorum, and powersgd's beside its steps.
+# One server lends its shards to the workers, and three do not, so that both are there.
 ROWS = (
     Row("single", "single", 1, in_processes="never"),
     Row("all-reduce", "all-reduce", 2, in_processes="quick"),
@@ -192,7 +195,7 @@ ROWS = (
             options_to_change_gradients={"combine": "always"},
             in_processes="slow" if codec == "int8" else "never",
         )
-        for codec in CODECS
+        for codec in JOINTLY_SERVED
     ),
     coded("ps-bsp", "sign", keeps_sizes=False, options_to_change_gradients={"combine": "never"}, in_processes="slow"),
     *(
@@ -204,6 +207,7 @@ ROWS = (
             in_processes="slow" if codec.startswith("top-k") else "never",
         )
         for codec in CODECS
+        if codec not in JOINTLY_SERVED
     ),
     Row("local-sgd", "local-sgd", 2, {"every": 3}, steps_an_iteration=3),
     Row(
@@ -221,7 +225,6 @@ ROWS = (
         options={"every": 3},
         steps_an_iteration=3,
         has_debts=True,
-        in_processes="slow",
     ),
     coded(
         "diloco",

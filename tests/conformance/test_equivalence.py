@@ -46,14 +46,16 @@ PARAMETER_SERVERS = [name for name in STRATEGIES if name.startswith("ps")]
 def every_script_under_every_strategy(
     engine: Any, quick: Collection[tuple[str, str]] | None = None, *, cases: Iterable[str] = SCRIPTS
 ) -> list[Any]:
-    """If `quick` names some, the others are left to `make test-slow`."""
-    return [
-        pytest.param(
-            engine, case, strategy, marks=[] if quick is None or (case, strategy) in quick else [pytest.mark.slow]
-        )
-        for case in cases
-        for strategy in STRATEGIES
-    ]
+    """If `quick` names some, the others are left to `make test-slow`, and each script has two strategies of them, among
+    workers and at servers, and the next script the other two."""
+    found = []
+    for number, case in enumerate(cases):
+        for place, strategy in enumerate(STRATEGIES):
+            if quick is None or (case, strategy) in quick:
+                found.append(pytest.param(engine, case, strategy))
+            elif number % 2 == place % 2:
+                found.append(pytest.param(engine, case, strategy, marks=pytest.mark.slow))
+    return found
 
 
 # What a script means to a strategy is the same on every engine. Processes differ in how data moves.

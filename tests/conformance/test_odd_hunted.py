@@ -43,6 +43,7 @@ from tests.conformance.odd_judging import (
     STRATEGIES,
     TOGETHER,
     judge,
+    under_each,
 )
 from tests.conformance.odd_steps import set_gradients
 from tests.conformance.scripts import BATCH_SIZE, launched, samples
@@ -222,10 +223,11 @@ def marks(engine: str, strategy: str, name: str) -> list[Any]:
 
 
 def cases() -> list[Any]:
-    """Every script under every strategy virtually, and in processes, where only the way of the bytes is another, under
-    all-reduce and a server in turns, some under gossip, too."""
-    virtually = [("virtual", strategy, name) for strategy in STRATEGIES for name in SCRIPTS]
-    in_turns = [("processes", JOINT[number % 2], name) for number, name in enumerate(SCRIPTS)]
+    """Every script under each strategy virtually. In processes, where only the way of the bytes is another, those of
+    `odd_hunted.py` and every other one of the rest, under all-reduce and a server in turns; some under gossip, too."""
+    virtually = [("virtual", *case) for case in under_each(SCRIPTS)]
+    some = [name for number, name in enumerate(SCRIPTS) if number % 2 or name in odd_hunted.SCRIPTS]
+    in_turns = [("processes", JOINT[number % 2], name) for number, name in enumerate(some)]
     more = [("processes", "gossip", name) for name in odd_hunted.SCRIPTS]
     return [pytest.param(*case, id="-".join(case), marks=marks(*case)) for case in [*virtually, *in_turns, *more]]
 

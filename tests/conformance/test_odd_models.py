@@ -23,7 +23,7 @@ from tests.conformance import odd_loops as loops
 from tests.conformance import odd_models as odd
 from tests.conformance import odd_steps as steps
 from tests.conformance import virtual_engine
-from tests.conformance.odd_judging import ENGINES
+from tests.conformance.odd_judging import BY_TURNS, ENGINES, under_each
 from tests.conformance.reference import Script, train_alone
 from tests.conformance.scripts import (
     EXACT,
@@ -306,12 +306,11 @@ QUICK_IN_PROCESSES = (
 
 
 def cases() -> Iterator[Any]:
-    """Every row under every strategy virtually, of which those whose workers know nothing of one another are left to
+    """Every row under each strategy virtually, of which those whose workers know nothing of one another are left to
     `make test-slow`. In processes, where only the way of the bytes is another, some rows run under all-reduce, and the
     others, which are left to it, too, under all-reduce and a server in turns."""
-    for strategy in EVERY:
-        for row in (row for row in ODD if row.only_on != "processes"):
-            yield case("virtual", strategy, row, is_slow=strategy not in JOINT)
+    for strategy, row in under_each([row for row in ODD if row.only_on != "processes"], EVERY):
+        yield case("virtual", strategy, row, is_slow=strategy not in JOINT)
     for number, row in enumerate(row for row in ODD if row.only_on != "virtual"):
         is_quick = row.name in QUICK_IN_PROCESSES
         for strategy in JOINT if row.only_on else ("all-reduce",) if is_quick else (JOINT[number % 2],):
@@ -345,8 +344,10 @@ def test_odd_models(engine: str, strategy: str, row: Odd, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ps-ssp", "ps-asp"])
-@pytest.mark.parametrize("row", [row for row in ODD if "ps-asp" not in row.refused and row.only_on != "processes"])
+@pytest.mark.parametrize(
+    ("strategy", "row"),
+    under_each([row for row in ODD if "ps-asp" not in row.refused and row.only_on != "processes"], BY_TURNS),
+)
 def test_odd_models_under_asynchronous_strategies(row: Odd, strategy: str, tmp_path: Path) -> None:
     """Two workers train on all their data, and parameters stay finite."""
     result = virtual_engine.run(partial(launched, row.script), strategy=strategy, workers=2, out=tmp_path)

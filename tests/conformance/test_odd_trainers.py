@@ -25,9 +25,9 @@ from tests.conformance.odd_judging import (
     OWN_DIVISOR,
     SAME_STEP,
     SERVERS,
-    STRATEGIES,
     TOGETHER,
     judge,
+    under_each,
 )
 from tests.conformance.odd_trainers import Advancing
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
@@ -122,7 +122,7 @@ def marks(*case: str) -> list[Any]:
 
 
 def cases() -> list[Any]:
-    everywhere = [("virtual", strategy, name) for strategy in STRATEGIES for name in SCRIPTS]
+    everywhere = [("virtual", *case) for case in under_each(SCRIPTS)]
     some = [("processes", strategy, name) for strategy in JOINT for name in IN_PROCESSES]
     return [pytest.param(*case, id="-".join(case), marks=marks(*case)) for case in [*everywhere, *some]]
 

@@ -109,7 +109,7 @@ def test_pauses_leave_staleness_distributed_as_it_was(tmp_path: Path) -> None:
     assert sum(abs(one - other) for one, other in zip(*shares, strict=True)) / 2 < 0.05
 
 
-LONG_S = 0.3
+LONG_S = 0.5
 
 
 def uneven(worker: Worker, out: Path) -> None:

@@ -22,6 +22,7 @@ from tests.conformance.rows import (
     BATCH_SIZE,
     NUM_SAMPLES,
     ROWS,
+    SELDOM,
     Row,
     every_deterministic_row,
     every_row,
@@ -192,13 +193,17 @@ def test_resume_under_another_strategy(first: str, second: str, optimizer: str, 
 
 
 def train_while_rank_1_is_behind(worker: Worker, out: Path) -> None:
-    """Where nobody waits for it, rank 1 has taken one step when the budget ends."""
+    """Where nobody waits for it, rank 1 has taken one step when rank 0 has taken eight."""
     model, optimizer, loader = prepared(worker)
+    is_ahead, own_steps = out / "is-ahead", 0
     for _ in range(3):
-        for number, (x, y, _) in enumerate(loader):
-            if worker.rank == 1 and number == 1 and not worker.strategy.traits.lock_step:
-                time.sleep(0.3)
+        for x, y, _ in loader:
+            if worker.rank == 1 and own_steps == 1 and not worker.strategy.traits.lock_step:
+                rows.wait_until(is_ahead.exists)
             step(worker, model, optimizer, x, y)
+            own_steps += 1
+            if worker.rank == 0 and own_steps == 8:
+                is_ahead.touch()
 
 
 @pytest.mark.parametrize("first", ["ps-asp", "ps-bsp-backup"])
@@ -206,7 +211,7 @@ def train_while_rank_1_is_behind(worker: Worker, out: Path) -> None:
 def test_workers_that_were_not_in_step_go_on_in_step(first: str, second: str, tmp_path: Path) -> None:
     """All from the place of the first, and so they end together."""
     workers = ROW[first].workers
-    ROW[first].run(train_while_rank_1_is_behind, tmp_path / "begun", max_steps=10)
+    ROW[first].run(train_while_rank_1_is_behind, tmp_path / "begun", max_steps=10, checkpoint_every=SELDOM)
     places = [(worker.epoch, worker.num_batches_done) for worker in checkpoint_in(tmp_path / "begun").workers]
     assert len(set(places)) > 1
     row = replace(ROW[second], workers=workers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,15 @@ def start(tmp_path: Path, program_forks: str) -> Iterator[Callable[..., Command]
     yield started
     for command in commands:
         command.close()
+
+
+@pytest.fixture
+def start_on_cluster(start: Callable[..., Command], cluster: str) -> Callable[..., Command]:
+    """As `start`, for commands whose own Ray would show nothing more: it takes longer to start than most of them."""
+    return partial(start, RAY_ADDRESS=cluster)
+
+
+@pytest.fixture
+def on_cluster(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for whatever the test starts."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster)

@@ -161,5 +161,11 @@ def pids(directory: Path) -> dict[str, int]:
     return dict(next(event["details"]["pids"] for event in events(directory) if event["name"] == "started"))
 
 
+def num_steps(directory: Path) -> int:
+    """Which are recorded, of all workers; those of the last half second may not be yet."""
+    path = directory / "steps.csv"
+    return max(0, len(path.read_text().splitlines()) - 1) if path.exists() else 0
+
+
 def is_training(directory: Path) -> bool:
     return any(event["name"] == "training" for event in events(directory))

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from tests.distributed.harness import wait_until
 from tests.ports import free_port
 
 WITHIN_S = 400.0
@@ -173,7 +174,12 @@ def wait_for(path: Path) -> None:
 
 
 def left_of(job: str, slurm: Slurm) -> list[str]:
-    """Processes of the job that are still there."""
+    """Processes of the job that are there and do not end."""
+    wait_until(lambda: not _running(job, slurm))
+    return _running(job, slurm)
+
+
+def _running(job: str, slurm: Slurm) -> list[str]:
     left = []
     for process in psutil.process_iter():
         try:

@@ -53,16 +53,18 @@ def test_one_run_outlives_deaths_of_many_kinds(start: Callable[..., Command], tm
 
 
 @pytest.mark.timeout(900)
-def test_nothing_is_lost_in_rounds_whoever_dies(start: Callable[..., Command], tmp_path: Path) -> None:
+def test_nothing_is_lost_in_rounds_whoever_dies(start_on_cluster: Callable[..., Command], tmp_path: Path) -> None:
     settings = ["--strategy", "diloco", "--option", "every=4", "--kills", 1, "--seed", 2]
-    command = start("chaos", DEMO, *settings, "--out", tmp_path / "out", "--", "--epochs", 3)
+    command = start_on_cluster("chaos", DEMO, *settings, "--out", tmp_path / "out", "--", "--epochs", 3)
     output = command.wait()
     assert command.status == 0, output
     assert ", 0 wrong; again: --schedule" in output
 
 
 @pytest.mark.timeout(900)
-def test_nothing_is_lost_between_neighbours_whoever_dies(start: Callable[..., Command], tmp_path: Path) -> None:
+def test_nothing_is_lost_between_neighbours_whoever_dies(
+    start_on_cluster: Callable[..., Command], tmp_path: Path
+) -> None:
     """Connections that are cut; one dies before it sends its model, another when it has received those of others."""
     strikes = [
         strike("worker-1", "sends its model", 7, "cut"),
@@ -70,20 +72,22 @@ def test_nothing_is_lost_between_neighbours_whoever_dies(start: Callable[..., Co
         strike("worker-0", "has the result", 20, "segfault"),
     ]
     settings = ["--strategy", "gossip", "--workers", 4, "--schedule", scheduled(tmp_path, (strikes, 1))]
-    command = start("chaos", DEMO, *settings, "--out", tmp_path / "out", "--", "--epochs", 2)
+    command = start_on_cluster("chaos", DEMO, *settings, "--out", tmp_path / "out", "--", "--epochs", 2)
     output = command.wait()
     assert command.status == 0, output
     assert "2 deaths in 1 run, 0 wrong" in output
 
 
 @pytest.mark.timeout(900)
-def test_servers_die_and_a_launcher_whose_disk_was_full(start: Callable[..., Command], tmp_path: Path) -> None:
+def test_servers_die_and_a_launcher_whose_disk_was_full(
+    start_on_cluster: Callable[..., Command], tmp_path: Path
+) -> None:
     """The launcher dies before it has written another checkpoint than the one that did not fit on the disk."""
     given = ["--strategy", "ps-bsp", "--option", "servers=2", "--option", "replicas=1", "--workers", 2]
     servers = [strike("server-1", "is asked", 18, "cut"), strike("server-0", "is asked", 30, "kill")]
     launchers = [strike("launcher", "writes a checkpoint", number, kind) for number, kind in ((4, "full"), (5, "kill"))]
     path = scheduled(tmp_path, (servers, 0), (launchers, 0))
-    command = start("chaos", DEMO, *given, "--max-steps", 30, "--schedule", path, "--out", tmp_path / "out")
+    command = start_on_cluster("chaos", DEMO, *given, "--max-steps", 30, "--schedule", path, "--out", tmp_path / "out")
     output = command.wait()
     assert command.status == 0, output
     assert "2 deaths in 2 runs, 0 wrong" in output
@@ -94,10 +98,12 @@ def test_servers_die_and_a_launcher_whose_disk_was_full(start: Callable[..., Com
 
 
 @pytest.mark.timeout(900)
-def test_each_gradient_counts_once_without_lock_step(start: Callable[..., Command], tmp_path: Path) -> None:
+def test_each_gradient_counts_once_without_lock_step(start_on_cluster: Callable[..., Command], tmp_path: Path) -> None:
     """As the servers' own counts say, and the model, to which each gradient adds its own, to the last digits."""
     given = ["--strategy", "ps-asp", "--option", "servers=2", "--option", "replicas=1", "--workers", 2]
-    command = start("chaos", SCRIPTS / "sums.py", *given, "--kills", 1, "--seed", 2, "--out", tmp_path / "out")
+    command = start_on_cluster(
+        "chaos", SCRIPTS / "sums.py", *given, "--kills", 1, "--seed", 2, "--out", tmp_path / "out"
+    )
     output = command.wait()
     assert command.status == 0, output
     assert re.search(r"kill|segfault", output)

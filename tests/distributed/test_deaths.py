@@ -82,6 +82,7 @@ def test_killed_launcher(start, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["all-reduce", "ps-asp"])
+@pytest.mark.usefixtures("ray_here")
 def test_all_killed_lose_half_a_minute_at_most(start, tmp_path: Path, strategy: str) -> None:
     """Nobody asked for evaluations: checkpoints come by time alone."""
     out = tmp_path / "out"

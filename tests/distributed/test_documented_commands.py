@@ -23,8 +23,10 @@ from paceline.roster import Sampler
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-START_COLD = (ROOT / "README.md", ROOT / "docs" / "federated.md")
-"""Their programs load what they use themselves; those of other pages are forked from a process that has."""
+START_COLD = ROOT / "README.md"
+"""Its programs load what they use themselves; those of other pages are forked from a process that has."""
+STARTS_COLD = ("paceline ticket ", "paceline serve ", "paceline join ")
+"""And so do these, wherever they stand."""
 RUN_HERE = ("paceline ", "python ", "torchrun ", "until ")
 # What continuous integration itself runs, or what would install or measure for minutes.
 NOT_HERE = ("make ", "pip install ", "git clone ", "cd ", "python benchmarks/", "sudo python benchmarks/")
@@ -97,11 +99,11 @@ def test_commands_run(page: Path, cluster: str, program_forks: str, tmp_path: Pa
         pytest.skip("PACELINE_DATA is not set: a command of this page trains on CIFAR-10")
     for folder in ("paceline", "recipes"):
         shutil.copytree(ROOT / folder, tmp_path / folder)  # with what is compiled, which else each process would do
-    path = [str(Path(sys.executable).parent), os.environ["PATH"]]
-    if page not in START_COLD:
-        path.insert(0, program_forks)
-    environment = os.environ | {"PATH": os.pathsep.join(path), "RAY_ADDRESS": cluster}
+    cold = [str(Path(sys.executable).parent), os.environ["PATH"]]
     for command in commands:
+        starts_cold = page == START_COLD or command.startswith(STARTS_COLD)
+        path = os.pathsep.join(cold if starts_cold else [program_forks, *cold])
+        environment = os.environ | {"PATH": path, "RAY_ADDRESS": cluster}
         done = subprocess.run(
             command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
         )

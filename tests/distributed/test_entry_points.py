@@ -66,7 +66,7 @@ def test_torchrun_with_the_demo_script(start) -> None:
 def test_run_twice_from_python_and_within_a_ray_of_ones_own(start, tmp_path: Path) -> None:
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK)
-    command = start(script, program=sys.executable)
+    command = start(program=str(script))
     output = command.wait()
     assert command.status == 0, output
     said = [line for line in output.splitlines() if line.startswith("result ")]

@@ -14,7 +14,7 @@ import pytest
 import paceline
 from paceline import Result
 from paceline.records import Record, StepRecord
-from tests.distributed.harness import TRAIN, Command, is_training, wait_until
+from tests.distributed.harness import TRAIN, Command, is_training, num_steps, wait_until
 from tests.distributed.local import Listener
 
 pytestmark = pytest.mark.ray
@@ -41,8 +41,7 @@ def begin(start, out: Path, strategy: str = "all-reduce", *arguments: object) ->
 def test_first_interrupt_saves_and_resume_goes_on(start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = begin(start, out, "ps-asp")
-    assert wait_until(lambda: is_training(out))
-    time.sleep(0.5)
+    assert wait_until(lambda: num_steps(out))
     command.interrupt()
     output = command.wait()
     assert command.status == INTERRUPTED

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import runpy
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from paceline import Result
 from paceline.training.sharding import ShardedLoader
-from tests.distributed.harness import SCRIPTS, is_training, wait_until
+from tests.distributed.harness import SCRIPTS, num_steps, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 SCRIPT = SCRIPTS / "named.py"
@@ -44,8 +43,7 @@ def one_process(num_steps: int) -> dict[str, torch.Tensor]:
 def test_ctrl_c_and_going_on(name: str, start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = start(name, "--out", out, program=str(SCRIPT))
-    assert wait_until(lambda: is_training(out))
-    time.sleep(0.5)
+    assert wait_until(lambda: num_steps(out))
     command.interrupt()
     output = command.wait()
     saved = Result.open(out).iteration

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from benchmarks.namespaces import Network
-from tests.distributed.harness import COLD, PACELINE, SCRIPTS, TRAIN, Command, is_training, wait_until
+from tests.distributed.harness import COLD, PACELINE, SCRIPTS, TRAIN, Command, is_training, num_steps, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
@@ -98,10 +98,6 @@ def private_paths(pids: Sequence[int]) -> list[str]:
     return [*paths, directory, f"{directory}/ray", f"{directory}/ray/session_latest/sockets"]
 
 
-def num_steps(out: Path) -> int:
-    return len((out / "steps.csv").read_text().splitlines())
-
-
 def require_that_it_goes_on(out: Path) -> None:
     """The run trains, and has heard nothing that it had to refuse."""
     before = num_steps(out)
@@ -148,8 +144,9 @@ def test_a_run_on_two_hosts_with_a_stranger_on_their_network(hosts: Network, tmp
     first, second, outside = hosts.hosts
     address = replace(hosts, hosts=(first, second), programs=Path(PACELINE).parent).start_ray()
     command = [PACELINE, "run", str(TRAIN), "--strategy", "ps-bsp", "--workers", "2", "--option", "servers=2"]
+    command += ["--start-deadline", "600"]
     launcher = hosts.start(first, [*command, "--address", address, "--out", str(out), "--", *TRAINING])
-    assert wait_until(lambda: is_training(out) or launcher.poll() is not None)
+    assert wait_until(lambda: is_training(out) or launcher.poll() is not None, within_s=600)
     assert launcher.poll() is None, launcher.communicate()
     ports, protections = [], {}
     seen: set[Socket] = set()
@@ -164,8 +161,8 @@ def test_a_run_on_two_hosts_with_a_stranger_on_their_network(hosts: Network, tmp
     assert set(table()) - _IF_INSTALLED <= seen <= set(table())
     # Strangers know no token: their environment is not that of the hosts. One is another user of the first.
     strangers = replace(hosts, environment={"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": ""})
-    for host, user in ((outside, None), (first, NOBODY)):
-        said = strangers.run(host, told(ports, user=user), timeout_s=400)
+    knocking = {host: told(ports, user=user) for host, user in ((outside, None), (first, NOBODY))}
+    for said in strangers.run_all(knocking, timeout_s=400):
         require_that_nobody_got_in(json.loads(said), protections)
     require_that_it_goes_on(out)
     launcher.terminate()

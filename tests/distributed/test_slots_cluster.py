@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.distributed.harness import wait_until
 from tests.distributed.small_script import write_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("forked_programs")]
@@ -48,7 +49,12 @@ assert not [name for name in os.listdir({str(tmp_path)!r}) if name.startswith('.
 
 
 def left_in(directory: Path) -> list[str]:
-    """Processes that still run with the job's environment."""
+    """Processes that run with the job's environment and do not end."""
+    wait_until(lambda: not _running(directory))
+    return _running(directory)
+
+
+def _running(directory: Path) -> list[str]:
     left = []
     for process in psutil.process_iter():
         try:

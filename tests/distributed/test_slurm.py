@@ -35,7 +35,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def slurm(tmp_path_factory: pytest.TempPathFactory, program_forks: str) -> Iterator[Slurm]:
+    """Whose jobs have their workers forked; all else of them starts as ever."""
     with started(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 

@@ -174,6 +174,8 @@ def test_a_full_disk_leaves_the_one_before(
 
 
 @pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_here")
 def test_servers_that_are_killed_lose_nothing_that_was_saved(tmp_path: Path) -> None:
     """SIGKILL takes both servers; the run goes on with three, and comes to the same rows."""
     wanted = rows_of_memory(tmp_path / "memory", **VIRTUAL)

@@ -104,7 +104,7 @@ def actors():
 ray.init()
 stopping = tune.Tuner(
     trainable(train, eval_every=4, max_steps=40, cpus=2, out="runs"),
-    param_space={"lr": tune.grid_search([0.02, 1e-9]), "pause_s": 0.1},
+    param_space={"lr": tune.grid_search([0.02, 1e-9]), "pause_s": 0.2},
     tune_config=tune.TuneConfig(
         scheduler=ASHAScheduler(metric="loss", mode="min", grace_period=3, max_t=1000, reduction_factor=2)
     ),
@@ -156,7 +156,7 @@ def test_evaluations_are_reported_as_they_are_made(found: Any) -> None:
     assert not good["error"]
     assert good["iteration"] == list(range(0, 41, 4))
     assert good["loss"][-1] < 0.1 * good["loss"][0]
-    assert good["timestamp"][-1] - good["timestamp"][0] >= 2  # of the 4 s that its steps take
+    assert good["timestamp"][-1] - good["timestamp"][0] >= 2  # of the 8 s that its steps take
 
 
 def test_a_run_has_the_cores_of_its_trial_s_placement_group(found: Any) -> None:

@@ -104,7 +104,7 @@ def test_a_job_follows_its_hosts_and_outlives_a_killed_worker(tmp_path: Path) ->
     script = discovery(tmp_path, "localhost:2")
     options = ("-np", "2", "--min-np", "1", "--host-discovery-script", script, "--slots-per-host", "1")
     job = Job(tmp_path, *options, memberships=3)
-    job.wait_until(lambda said: len(said) > 10)
+    job.wait_until(lambda said: len(said) > 20)
     show(tmp_path, "localhost:2", "127.0.0.1")  # whose slots the option says
     job.wait_until(lambda said: sum(each[4] == 3 for each in said) > 30)
     (tmp_path / "strike").touch()  # the first rank, two steps behind a commit
@@ -134,7 +134,7 @@ def check_records(folder: Path, said: list[list[Any]]) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
 def test_a_host_gets_a_worker_again_once_its_cooldown_is_over(tmp_path: Path) -> None:
-    options = ("-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1", "--blacklist-cooldown-range", "1", "2")
+    options = ("-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1", "--blacklist-cooldown-range", "2", "8")
     job = Job(tmp_path, *options, memberships=3)
     said = job.wait_until(lambda said: len(said) > 20)
     os.kill(next(each[0] for each in said if each[5] == "127.0.0.1"), signal.SIGKILL)

@@ -273,6 +273,7 @@ def test_rows_of_tables_are_compared_with_the_model(tmp_path: Path) -> None:
 
 
 def test_a_host_without_a_link_or_a_part_of_ray_cannot_be_struck(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("RAY_RAYLET_PID", raising=False)
     with pytest.raises(UsageError, match="no part of Ray"):
         hosts.kill_node(tmp_path)
     monkeypatch.setattr(hosts.psutil, "net_if_stats", dict)

@@ -141,23 +141,23 @@ class Campaign:
             out=self.out,
         )
         with connected(self.address, num_workers=self.workers):
-            hosts = [node.address for node in nodes()]
-            for struck in self._runs(runs, kills, given):
-                yield struck
-                if any(striking.KINDS[strike.kind].is_of_host for strike in struck.met):
-                    await_hosts(hosts, within_s=_BACK_S)
+            yield from self._runs(runs, kills, given)
 
     def _runs(self, runs: Runs, kills: int, given: Schedule | None) -> Iterator[Struck]:
         whole = runs.make("undisturbed", Scene(()))
         far = judging.on_other_hosts(whole)
         require_hosts(given, far)
         calls = judging.calls(whole)
+        hosts, is_one_away = [node.address for node in nodes()], False
         chance, scenes, died, idle, num_met = Random(self.seed), list[Scene](), 0, 0, 0
         while len(scenes) < len(given.scenes) if given is not None else died < kills:
             scene = given.scenes[len(scenes)] if given is not None else self._drawn(chance, calls, far, kills - died)
             scenes.append(scene)
             Schedule(tuple(scenes)).write(self.out / SCHEDULE_FILE)
+            if is_one_away:
+                await_hosts(hosts, within_s=_BACK_S)
             struck = self._struck(runs, f"run-{len(scenes)}", scene, whole)
+            is_one_away = any(striking.KINDS[strike.kind].is_of_host for strike in struck.met)
             idle = 0 if struck.met else idle + 1
             if idle > 5:
                 raise RunFailed(f"{idle} runs ended before they were struck; have the script train for longer")

@@ -513,7 +513,7 @@ def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> No
             "all-reduce",
             {"algorithm": "ring"},
             {},
-            "strategy all-reduce: chaos strikes workers under all-reduce, local updates, gossip, ad-psgd",
+            "strategy ring: chaos strikes workers under all-reduce, local updates, gossip, ad-psgd",
         ),
         ("ps-bsp", {"servers": 2, "replicas": 1}, {"global_batch": "keep"}, "--global-batch has no effect under"),
         (

@@ -268,8 +268,8 @@ class ServerSynchronizer(Synchronizer):
         """Of workers that are gone gradients may have counted that nobody who is there has heard of."""
         if self.context.reform is None:
             return iteration
-        found = self._store.how_far() if self.context.is_first else 0
-        return max(iteration, self.context.collective.broadcast_object(found))
+        found: int = self.context.collective.broadcast_object(self._store.how_far() if self.context.is_first else 0)
+        return max(iteration, found)
 
     def leave(self) -> None:
         """From here on the parameters are the script's, where all workers have the servers' by now: what it makes of

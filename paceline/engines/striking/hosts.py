@@ -71,15 +71,16 @@ def _for_a_while(begin: str, end: str, seconds: float) -> AbstractContextManager
 
 
 def _later(seconds: float, command: Sequence[str], variables: Mapping[str, str]) -> None:
-    """In a process that outlives this one, so that later runs find the host as it was."""
-    subprocess.Popen(
-        ["sh", "-c", f"sleep {seconds}; exec {shlex.join(command)}"],
+    """In a process that outlives this one, so that later runs find the host as it was: no child, which Ray would end
+    with this one."""
+    subprocess.run(
+        ["sh", "-c", f"(sleep {seconds}; exec {shlex.join(command)}) &"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         env={name: value for name, value in variables.items() if not name.startswith("PACELINE")},
-        close_fds=True,
+        check=True,
     )
 
 

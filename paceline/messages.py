@@ -108,7 +108,7 @@ class Kind(IntEnum):
     READ_CLOCKS = 67
     MEET = 68
     COPIED = 69
-    HOW_FAR = 70
+    HOW_FAR = 71
 
 
 ABOUT_ROWS = frozenset({Kind.READ_ROWS, Kind.READ_AHEAD, Kind.PUSH_ROWS, Kind.CHANGED_ROWS})

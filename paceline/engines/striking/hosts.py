@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -57,7 +57,8 @@ def kill_node(folder: Path) -> AbstractContextManager[None]:
     raylet = next((each for each in psutil.Process().parents() if each.name() == "raylet"), None)
     if raylet is None:
         raise UsageError("no part of Ray is among this process's parents, and none can be struck")
-    _later(GONE_S, starting_again(), raylet.environ())
+    start = shlex.join(starting_again())
+    _later(GONE_S, f"for each in 1 2 3 4; do {start} && break; sleep {GONE_S / 4}; done", raylet.environ())
     raylet.send_signal(signal.SIGKILL)
     time.sleep(ENDED_S)
     return nullcontext()
@@ -66,15 +67,15 @@ def kill_node(folder: Path) -> AbstractContextManager[None]:
 def _for_a_while(begin: str, end: str, seconds: float) -> AbstractContextManager[None]:
     link = _link()
     subprocess.run(begin.format(link).split(), check=True)
-    _later(seconds, end.format(link).split(), os.environ)
+    _later(seconds, end.format(link), os.environ)
     return nullcontext()
 
 
-def _later(seconds: float, command: Sequence[str], variables: Mapping[str, str]) -> None:
+def _later(seconds: float, command: str, variables: Mapping[str, str]) -> None:
     """In a process that outlives this one, so that later runs find the host as it was: no child, which Ray would end
     with this one."""
     subprocess.run(
-        ["sh", "-c", f"(sleep {seconds}; exec {shlex.join(command)}) &"],
+        ["sh", "-c", f"(sleep {seconds}; {command}) &"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

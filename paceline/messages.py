@@ -109,6 +109,7 @@ class Kind(IntEnum):
     MEET = 68
     COPIED = 69
     HANDED_OVER = 70
+    HOW_FAR = 71
 
 
 ABOUT_ROWS = frozenset({Kind.READ_ROWS, Kind.READ_AHEAD, Kind.PUSH_ROWS, Kind.CHANGED_ROWS})

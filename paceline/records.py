@@ -170,14 +170,20 @@ def unpack_steps(content: bytes | memoryview) -> list[StepRecord]:
 
 @final
 class RecordWriter:
-    """Appends records to the files of a result directory; rows reach the disk at `flush`."""
+    """Appends records to the files of a result directory; rows reach the disk at `flush`. Of an iteration that is
+    evaluated once more, since a worker has died meanwhile, the first evaluation stays."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._files: dict[str, IO[str]] = {}
+        self._evaluated: set[int] = set()
 
     def write(self, records: Iterable[Record]) -> None:
         for record in records:
+            if isinstance(record, EvaluationRecord):
+                if record.iteration in self._evaluated:
+                    continue
+                self._evaluated.add(record.iteration)
             file = self._open(type(record))
             if isinstance(record, StepRecord):
                 file.write(_STEP_ROW % _VALUES_OF[StepRecord](record))

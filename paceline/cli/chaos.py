@@ -2,12 +2,13 @@
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
 
 from paceline.cli import common_options
+from paceline.elastic.spec import GlobalBatch
 from paceline.engines.scripting import read_script
 from paceline.errors import RunFailed, UsageError
 
@@ -15,7 +16,7 @@ from paceline.errors import RunFailed, UsageError
 def chaos(
     script: common_options.Script,
     strategy: Annotated[
-        str, typer.Option(help="all-reduce, local updates (diloco:every=10), or servers.")
+        str, typer.Option(help="all-reduce, local updates (diloco:every=10), gossip, ad-psgd, or servers.")
     ] = "all-reduce",
     workers: Annotated[int, typer.Option(help="Processes that train.")] = 3,
     option: Annotated[
@@ -31,6 +32,15 @@ def chaos(
     at_least: Annotated[
         int | None, typer.Option(help="Workers that are left alive in each run.", show_default="1")
     ] = None,
+    global_batch: Annotated[
+        str | None,
+        typer.Option(
+            help="Of elastic runs, as run --elastic has it.",
+            metavar="keep|grow",
+            show_default="keep under all-reduce, otherwise grow",
+        ),
+    ] = None,
+    start_deadline: common_options.StartDeadline = 120.0,
     seed: Annotated[int, typer.Option(help="Of the script, and of who is struck where, how and when.")] = 0,
     max_steps: Annotated[
         int | None, typer.Option(help="End each run after so many iterations; under all-reduce and ps-bsp.")
@@ -78,6 +88,8 @@ def chaos(
         workers=workers,
         elastic=elastic,
         at_least=at_least,
+        global_batch=cast(GlobalBatch | None, global_batch),
+        start_deadline_s=start_deadline,
         seed=seed,
         max_steps=max_steps,
         address=address,

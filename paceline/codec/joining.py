@@ -115,6 +115,17 @@ def join(
     way(codec, peers, values, kept, now, regions, own_seed)
 
 
+def join_all(
+    codec: Codec, peers: Peers, values: Tensor, kept: Kept, now: Keeping, *, regions: Sequence[Region]
+) -> None:
+    """As `join`, without the codec: all that workers have and owe travels, and afterwards nobody owes anything."""
+    owing = handed_on(kept, codec, regions, rank=peers.rank, size=peers.size)
+    if "left" in owing:
+        values.add_(owing["left"], alpha=codec.decay)
+    now.update({name: torch.zeros_like(kept[name]) for name in ("left", "part") if name in kept})
+    peers.average(values)
+
+
 def handed_on(kept: Kept, codec: Codec, regions: Sequence[Region], *, rank: int, size: int) -> Kept:
     """What the next codec takes up of what this one kept. `part` is left out of a mean, so it counts `size` times in
     one worker's `left`."""

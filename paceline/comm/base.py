@@ -288,6 +288,10 @@ class Store(ABC):
         them: staleness counts from the last answer to a push, or to a wait."""
 
     @abstractmethod
+    def how_far(self) -> int:
+        """The iteration that the servers are at."""
+
+    @abstractmethod
     def leave(self) -> None:
         """Tell the servers that this worker pushes no more, so that nobody waits for it."""
 

@@ -213,6 +213,9 @@ class ClientCore:
     def pull(self) -> list[Send]:
         return self._ask_all("pull", Kind.PULL)
 
+    def how_far(self) -> list[Send]:
+        return self._ask_all("the iteration", Kind.HOW_FAR)
+
     def leave(self) -> list[Send]:
         return self._ask_all("leave", Kind.LEAVE)
 

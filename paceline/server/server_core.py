@@ -75,6 +75,7 @@ class ServerCore:
             Kind.WAIT: self._wait,
             Kind.RECEIVED: self._received,
             Kind.PULL: self._pull,
+            Kind.HOW_FAR: lambda client, message, now_s: iter([Send(message.sender, self.message(Kind.OK))]),
             Kind.LEAVE: self._leave,
             Kind.STEP_ASIDE: self._step_aside,
             Kind.COME_BACK: self._come_back,

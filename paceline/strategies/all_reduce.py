@@ -199,6 +199,10 @@ class _AllReduceSynchronizer(Synchronizer):
     def passes(self) -> Passes:
         return self._gradients.passes
 
+    @property
+    def owes(self) -> bool:
+        return self._gradients.owes
+
     def set_weight(self, weight: float) -> None:
         if self._rows is not None:
             self._rows.set_weight(weight)

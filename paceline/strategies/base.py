@@ -128,7 +128,7 @@ class Synchronizer(ABC):
 
     @property
     def owes(self) -> bool:
-        """Whether something of this worker's gradients is yet to be sent, which its next step does when it has been
+        """Whether something of this worker is yet to be sent, which its next step or exchange does when it has been
         asked to leave (`Regrouping.is_asked_to_leave`)."""
         return False
 

@@ -37,11 +37,9 @@ class CodecChoice:
         """What encodes among these workers, if anything does. Collective call."""
         self._found = self._choosing = None
         self._coding = coding_of(self._codec, self._scope, context)
-        if self._coding is None or not isinstance(self._codec, Auto):
-            return self._coding
-        if self._chosen is None:
+        if self._coding is not None and isinstance(self._codec, Auto) and self._chosen is None:
             self._choosing = self._watch(self._codec, context, self._coding)
-        return self._as_chosen()
+        return self.present
 
     def rejoin(self, context: Context) -> Coding | None:
         """As `begin`, among those who are there now, of whom some may have chosen. Collective call of all these."""
@@ -65,6 +63,11 @@ class CodecChoice:
         assert self._found is not None
         self._chosen, self._found, self._choosing = self._found, None, None
         return self._as_chosen()
+
+    @property
+    def present(self) -> Coding | None:
+        """What encodes at present, if anything does."""
+        return self._as_chosen() if isinstance(self._codec, Auto) else self._coding
 
     @property
     def codec(self) -> Codec | None:

@@ -1,7 +1,7 @@
 """What a strategy's options say of codecs, and what does not go together."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
 import torch
@@ -36,16 +36,24 @@ class Coding:
     """What encodes the steps before the codec's first one; none: these go uncoded."""
     place: tuple[int, int] = (0, 1)
     """Which part of a tensor it codes: with `among_hosts` its number on its host, and how many workers that has."""
+    leaves: Callable[[], bool] | None = None
+    """Whether this worker is to leave the others after an exchange; none: nobody does."""
 
 
 def coding_of(codec: Codec | None, scope: Scope, context: Context) -> Coding | None:
     """None where nothing is coded: no codec was asked for, or none of its bytes leaves a host."""
     if codec is None or (scope == "links" and context.local_size == context.size):
         return None
+    reform = context.reform
+    coding = Coding(
+        codec,
+        context.seed,
+        pacing=context.pacing,
+        leaves=None if reform is None else lambda: reform.is_asked_to_leave,
+    )
     if scope == "all":
-        return Coding(codec, context.seed, pacing=context.pacing)
-    place = (context.local_rank, context.local_size)
-    return Coding(codec, context.seed, among_hosts=True, pacing=context.pacing, place=place)
+        return coding
+    return replace(coding, among_hosts=True, place=(context.local_rank, context.local_size))
 
 
 def push_coding_of(codec: TensorCodec | None, scope: Scope, context: Context, layout: Layout) -> PushCoding | None:

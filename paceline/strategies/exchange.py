@@ -9,7 +9,7 @@ from paceline.aggregate import MEAN, Aggregator
 from paceline.arrays import is_finite
 from paceline.buckets import NONFINITE, Bucket
 from paceline.codec import Codec, TensorCodec
-from paceline.codec.joining import Keeping, Kept, Region, beginnings, coding_s, handed_on, join
+from paceline.codec.joining import Keeping, Kept, Region, beginnings, coding_s, handed_on, join, join_all
 from paceline.comm.algorithms import ALGORITHMS, AlgorithmWork
 from paceline.comm.base import Collective, Timing, Work
 from paceline.comm.works import WhenWaitedFor
@@ -87,6 +87,11 @@ class Exchange:
         for coded, earlier in zip(self._coded, before._coded, strict=False):  # none where nothing is, or was, coded
             coded.carry_on(earlier)
 
+    @property
+    def owes(self) -> bool:
+        """Whether its codec may have left out something that is not lost while this worker stays."""
+        return any(coded.owes for coded in self._coded)
+
     def own_state(self) -> dict[str, OwnState]:
         """What codecs keep for the next exchange. Averaged, what was left out changes the next mean as much."""
         return {
@@ -125,7 +130,9 @@ class _Share(NamedTuple):
 @final
 class _Coded(Work):
     """One bucket's average through a codec, which runs when it is waited for: of several, in the same order on all
-    workers. Its flags are under way from the start."""
+    workers. Its flags are under way from the start, and so is the notice of workers that are to leave. Where there is
+    one, the exchange goes without the codec, with all that anybody owes: who leaves could send that no more, and what
+    hosts have left out together would belong to nobody."""
 
     def __init__(
         self,
@@ -146,7 +153,13 @@ class _Coded(Work):
         self._pending: Keeping = {}
         self._share: _Share | None = None
         self._flags: Work | None = None
-        self._average_flags = average(bucket.flags) if bucket.flags.numel() else _no_flags
+        self._average_flags = average(bucket.flags) if bucket.flags.numel() else _nothing
+        owes = any(codec is not None and codec.feedback for codec in (coding.before, coding.codec))
+        self._leaves = coding.leaves if owes else None
+        self._notice = bucket.values.new_zeros(1)
+        self._notices: Work = _nothing()
+        self._average_notice = _nothing if self._leaves is None else average(self._notice)
+        self._carries_all = False  # the last exchange did
         is_whole = coding.codec.shaped or (coding.before is not None and coding.before.shaped)
         if coding.among_hosts:
             self._average = collective.mean_across(bucket.values, self._prepare, is_whole=is_whole)
@@ -155,17 +168,23 @@ class _Coded(Work):
 
     def start(self) -> Work:
         self._flags = self._average_flags()
+        if self._leaves is not None:
+            self._notice.fill_(float(self._leaves()))
+        self._notices = self._average_notice()
         return self
 
     def poll(self) -> bool:
         if self._flags is not None:
             self._flags.poll()
+            self._notices.poll()
         return self._flags is None
 
     def wait(self) -> None:
         if self._flags is None:
             return
         self._flags.wait()
+        self._notices.wait()
+        self._carries_all = bool(self._notice > 0)
         self._average().wait()
         if self._segment is not None:
             self._segment.zero_padding(self._bucket.values)
@@ -179,6 +198,11 @@ class _Coded(Work):
         if is_applied and self._pending:
             self.kept = self._pending
         self._pending = {}
+        self._carries_all = self._carries_all and is_applied
+
+    @property
+    def owes(self) -> bool:
+        return self._leaves is not None and not self._carries_all
 
     def carry_on(self, before: "_Coded") -> None:
         codec, share = self._coding.codec, before._share
@@ -222,6 +246,9 @@ class _Coded(Work):
         if codec is coding.codec and isinstance(coding.before, TensorCodec):
             kept = handed_on(kept, coding.before, regions[coding.before], rank=group.rank, size=group.size)
         self._pending = {**kept}
+        if self._carries_all:
+            join_all(codec, peers, flat, kept, self._pending, regions=regions[codec])
+            return
         join(codec, peers, flat, kept, self._pending, regions=regions[codec], path=path, seed=coding.seed)
         pacing.spend(coding_s(codec, flat.numel(), group.size))
         self._timing.communication_s += pacing.now_s() - began_s - (_exchanged_s(group) - before_s)
@@ -253,7 +280,7 @@ class Messages:
         return found
 
 
-def _no_flags() -> Work:
+def _nothing() -> Work:
     return WhenWaitedFor(lambda: None)
 
 

@@ -84,6 +84,11 @@ class GradientAveraging:
     def passes(self) -> Passes:
         return Passes(self._buckets, self._owner.replica.is_of_rows, lambda: True)
 
+    @property
+    def owes(self) -> bool:
+        """As `Synchronizer.owes`."""
+        return self._exchange.owes
+
     def set_weight(self, weight: float) -> None:
         if not self._options.aggregate.streams:
             return

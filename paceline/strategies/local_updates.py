@@ -182,6 +182,10 @@ class _LocalSynchronizer(Synchronizer):
     def timings(self) -> tuple[Timing, ...]:
         return (self.context.collective.timing, self._overlap.timing, self._outer.timing)
 
+    @property
+    def owes(self) -> bool:
+        return self._outer.owes
+
     def set_weight(self, weight: float) -> None:
         self._weight = weight
 

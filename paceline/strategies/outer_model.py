@@ -168,6 +168,11 @@ class OuterModel:
             work.wait()
         return self._not_finite(fragment) if self._is_coded else None
 
+    @property
+    def owes(self) -> bool:
+        """As `Synchronizer.owes`, of changes."""
+        return self._exchange.owes
+
     def means(self, fragments: Sequence[int]) -> list[memoryview]:
         """A copy of the fragments' means, which all workers are to join, for another worker's `take_means`."""
         return to_frames([flat.clone() for flat in self._flats_of(fragments)])

@@ -1,6 +1,6 @@
 """One worker's half of the parameter servers: gradients go to the servers, parameters come back."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, final
@@ -263,6 +263,13 @@ class ServerSynchronizer(Synchronizer):
             finally:
                 if not is_training:
                     self._refresh(looks=False)  # an evaluation may have swapped in others
+
+    def meet(self, iteration: int, *, active: Sequence[int]) -> int:
+        """Of workers that are gone gradients may have counted that nobody who is there has heard of."""
+        if self.context.reform is None:
+            return iteration
+        found: int = self.context.collective.broadcast_object(self._store.how_far() if self.context.is_first else 0)
+        return max(iteration, found)
 
     def leave(self) -> None:
         """From here on the parameters are the script's, where all workers have the servers' by now: what it makes of

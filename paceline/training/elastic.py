@@ -106,9 +106,12 @@ class Survivor:
         return self._dealt.under_way
 
     def leaves(self) -> bool:
-        """Whether this worker has been asked to leave, and has left: it is between two exchanges."""
+        """Whether this worker has been asked to leave, and has left: it is between two exchanges, of which the last
+        has had all that it owed."""
         reform = self._reform
         if not reform.is_asked_to_leave or self._run.has_ended or self._dealt.under_way:
+            return False
+        if self._run.prepared.synchronizer.owes:
             return False
         reform.leave(self._run.context.rank)
         return True

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from typing import Any, final
 
 from torch import nn
@@ -32,7 +33,8 @@ class Judge:
         self._is_target_reached = False
         self._scored: tuple[int, float] | None = None
         self._best: tuple[int, float] | None = None
-        self._judged: tuple[int, dict[str, float]] | None = None  # the iteration, and what was found
+        self._judged: EvaluationRecord | None = None  # of the last model that was in place, as all workers know
+        self._recorded_at = -1  # the iteration of the last record of this worker's
 
     @property
     def ends_run(self) -> bool:
@@ -86,6 +88,8 @@ class Judge:
         if "error" in found:
             raise UsageError(found["error"])
         self.last_metrics = found["metrics"]
+        if now is not None:
+            self._judged = EvaluationRecord(**found["judged"])
         best = self._run.config.keep_best
         if best is not None and now is not None and self._run.iteration > 0:  # untrained models are not kept
             value, before = self.last_metrics[best.metric], self._best
@@ -102,16 +106,19 @@ class Judge:
                 self._is_target_reached and self.ends_run
             ):  # else the run ends, and others were trained for nothing
                 metrics = self._judged_earlier(earlier, model, kept) or metrics
-        if now is not None:
-            metrics = self._evaluated(model, now, time_s)
-        return {"metrics": metrics, "stop": self._is_target_reached and self.ends_run}
+        judged = None if now is None else self._evaluated(model, now, time_s)
+        return {
+            "metrics": metrics if judged is None else judged.metrics,
+            "judged": None if judged is None else asdict(judged),
+            "stop": self._is_target_reached and self.ends_run,
+        }
 
     def _judged_earlier(self, earlier: KeptModel, model: nn.Module, kept: KeptModels) -> dict[str, float] | None:
         """None where it cannot be, since the script has changed the model's tensors meanwhile, as by pruning."""
         with unchanged(model):
             strange = snapshot.put_in_place(model, earlier.weights)
             if strange is None:
-                return self._evaluated(model, earlier.at, earlier.at.s, is_put_back=True)
+                return self._evaluated(model, earlier.at, earlier.at.s, is_put_back=True).metrics
         kept.leave_out()
         place_in_script().warn(
             f"the model of iteration {earlier.at.iterations} is not evaluated: it was kept to be judged later, and "
@@ -120,11 +127,13 @@ class Judge:
         )
         return None
 
-    def _evaluated(self, model: nn.Module, at: Count, time_s: float, *, is_put_back: bool = False) -> dict[str, float]:
+    def _evaluated(self, model: nn.Module, at: Count, time_s: float, *, is_put_back: bool = False) -> EvaluationRecord:
         run = self._run
         assert self.evaluation is not None
-        if self._judged is not None and self._judged[0] == at.iterations:
-            return self._judged[1]  # a pause that is repeated, since a worker has died in it
+        if self._judged is not None and self._judged.iteration == at.iterations:
+            # A pause that is repeated, since a worker has died in it: if that was the first, perhaps with the record.
+            self._record(self._judged)
+            return self._judged
         with self._evaluating(model):
             found = evaluate(
                 self.evaluation,
@@ -140,14 +149,20 @@ class Judge:
         if taken := found.metrics.keys() & measures.keys():
             raise UsageError(f"the evaluation returns {min(taken)!r}, which this run records itself; call it otherwise")
         metrics = {**found.metrics, **measures}
-        run.reporter.emit(EvaluationRecord(at.iterations, time_s, at.samples, metrics, found.duration_s))
+        record = EvaluationRecord(at.iterations, time_s, at.samples, metrics, found.duration_s)
+        self._record(record)
         if self._streak is not None and self._streak.add(found.metrics, time_s) and not self._is_target_reached:
             self._is_target_reached = True
             target = self._streak.target
             details = {"target": str(target), "value": found.metrics[target.metric], "held": self._streak.num}
             run.tell("target_reached", details, at_s=self._streak.began_s)
-        self._judged = at.iterations, metrics
-        return metrics
+        self._judged = record
+        return record
+
+    def _record(self, record: EvaluationRecord) -> None:
+        if record.iteration != self._recorded_at:
+            self._recorded_at = record.iteration
+            self._run.reporter.emit(record)
 
     @contextmanager
     def _evaluating(self, model: nn.Module) -> Iterator[None]:

@@ -20,7 +20,7 @@ from paceline.training.checkpoints import Checkpoints
 from paceline.training.elastic import Survivor
 from tests.conformance import test_elastic_gossip as runs
 from tests.conformance.test_elastic_gossip import Committed, committed, named, train  # noqa: F401  # a fixture
-from tests.conformance.test_virtual_failures import FAILING
+from tests.conformance.test_virtual_failures import FAILING, SPOT
 from tests.gossip_replay import Replica
 
 LR = 0.1
@@ -122,6 +122,37 @@ def test_what_is_left_out_is_owed_until_it_is_sent(
     assert len(named(result, "lost")) > 1
     assert any(event["joined"] for event in named(result, "reformed"))
     require_nothing_lost(result, committed, left, make().vector, sent, rate, copies=strategy.endswith("scope=all"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sent", "rate"),
+    [
+        ("all-reduce:codec=top-k:codec.ratio=0.1:codec_scope=all", of_gradients, LR),
+        ("all-reduce:codec=top-k:codec.ratio=0.1", of_gradients, LR),
+        ("all-reduce:codec=one-bit:codec_scope=all", of_gradients, LR),
+        ("all-reduce:codec=powersgd:codec.rank=1:codec.start=0", of_gradients, LR),
+        ("local-sgd:every=2:codec=top-k:codec.ratio=0.1", of_rounds, 1.0),
+    ],
+)
+def test_who_leaves_owes_nothing(
+    tmp_path: Path,
+    committed: dict[int, Committed],  # noqa: F811
+    left: Left,
+    strategy: str,
+    sent: Sent,
+    rate: float,
+) -> None:
+    """Its last exchange has all that anybody owes, so that with notice nothing is lost of whoever goes."""
+    result = train(tmp_path / "run", strategy, cluster=SPOT)
+    leavers = {int(event.who.removeprefix("worker-")) for event in result.events if event.name == "left"}
+    assert len(leavers) > 1
+    assert named(result, "lost") == []
+    for leaver in leavers:
+        last = max(number for number, one in committed.items() if one.parts.get(leaver))
+        assert not any(each.any() for rank, each in left[last].items() if rank >= 0)
+    assert any(each.any() for each in left[min(left)].values())
+    if "one-bit" not in strategy:  # what it leaves out of the mean that it encodes for all is kept apart
+        require_nothing_lost(result, committed, left, make().vector, sent, rate, copies=strategy.endswith("scope=all"))
 
 
 def require_nothing_lost(

@@ -21,6 +21,7 @@ from paceline.engines.virtual.survival.lives import Lives
 from paceline.engines.virtual.survival.reforming import VirtualReforming
 from paceline.outer import Momentum
 from paceline.running.result import Result
+from paceline.strategies.gossip.synchronizer import GossipSynchronizer
 from paceline.topology import Chain, OnePeerExponential, RandomPairs, Ring, Star
 from paceline.training.elastic import Survivor
 from tests.conformance.commits import write_down
@@ -173,6 +174,37 @@ def test_with_notice_nobody_is_lost(tmp_path: Path, committed) -> None:
     assert len(named(result, "left")) > 1
     assert named(result, "lost") == []
     require_replayed(result, committed, Replay(make, Ring()))
+
+
+@pytest.mark.parametrize("order", ["atc", "awc"])
+def test_the_last_exchange_of_who_leaves_has_whole_models(
+    tmp_path: Path, committed, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """What its codec has kept from its neighbours they would never hear. It is that of the topology's matrix, as those
+    after it are not, in which the codec leaves out most of what neighbours do not know yet."""
+    mixed: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+    mix = GossipSynchronizer._mix
+
+    def watched(synchronizer: GossipSynchronizer, lost: set[int]) -> None:
+        recovery, own = synchronizer.context.recovery, synchronizer._model.parcel.values[0]
+        before = own.clone()
+        mix(synchronizer, lost)
+        assert isinstance(recovery, Survivor)
+        mixed.setdefault(recovery._member.applied + 1, {})[recovery._member.rank] = before, own.clone()
+
+    monkeypatch.setattr(GossipSynchronizer, "_mix", watched)
+    strategy = f"gossip:codec=top-k:codec.ratio=0.1:codec_scope=all:order={order}"
+    result = train(tmp_path / "run", strategy, cluster=SPOT)
+    leavers = {int(event.who.removeprefix("worker-")) for event in result.events if event.name == "left"}
+    assert len(leavers) > 1
+    last = {max(number for number, models in mixed.items() if leaver in models) for leaver in leavers}
+    for number, models in mixed.items():
+        ranks = sorted(models)
+        before, after = (torch.stack([models[rank][i] for rank in ranks]) for i in (0, 1))
+        if torch.equal(before, before[:1].expand_as(before)):  # as at first, or of one worker
+            continue
+        is_whole = torch.allclose(after, Ring().matrix(0, len(ranks)).float() @ before, rtol=1e-4, atol=1e-6)
+        assert is_whole == (number in last)
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "gossip:order=awc", "sgp"])

@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,10 +18,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.cluster.description import Cluster, Compute, Hosts, Recovery, Servers
 from paceline.elastic import Elastic
+from paceline.engines.virtual.survival.lives import Lives
+from paceline.engines.virtual.survival.reforming import VirtualReforming
 from paceline.errors import PeerLost, RunFailed
 from paceline.nn import ShardedEmbedding
 from paceline.records import UpdateRecord, read_records
 from paceline.running.result import Result
+from paceline.training import judging
+from paceline.training.course import Course
+from paceline.training.judging import Judge
+from paceline.training.worker_run import WorkerRun
 from tests.conformance.test_virtual_failures import named, require_adding_up
 
 EPOCHS, SAMPLES, WORKERS, BATCH = 3, 96, 3, 4
@@ -56,7 +62,9 @@ Log = dict[int, list[list[int]]]
 """By worker, the samples of each batch that it has computed."""
 
 
-def train(out: Path, strategy: str, cluster: Cluster, *, log: Log | None = None, **elastic: Any) -> Result:
+def train(
+    out: Path, strategy: str, cluster: Cluster, *, log: Log | None = None, every: int = 12, **elastic: Any
+) -> Result:
     def script() -> None:
         worker, model = paceline.init(), Tally()
         if worker.size > 1:  # who joins has to be told
@@ -80,8 +88,8 @@ def train(out: Path, strategy: str, cluster: Cluster, *, log: Log | None = None,
         options={"servers": 2},
         engine="virtual",
         cluster=cluster,
-        eval_every=12,
-        checkpoint_every=12,
+        eval_every=every,
+        checkpoint_every=every,
         elastic=Elastic(**settings) if settings["at_least"] else None,
         out=out,
     )
@@ -146,6 +154,73 @@ def test_while_nobody_dies_it_is_the_static_run(tmp_path: Path, strategy: str) -
     elastic = train(tmp_path / "elastic", strategy, CLUSTER, log=log)
     require_counted(elastic, strategy, log)
     torch.testing.assert_close(rows_of(elastic), rows_of(static), rtol=1e-6, atol=0.0)
+
+
+class Struck:
+    """Has the hosts of workers go when that is said, beside those that are drawn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._lives: list[Lives] = []
+        begin = Lives.begin
+
+        def begun(lives: Lives, hosts: Any) -> None:
+            self._lives.append(lives)
+            begin(lives, hosts)
+
+        monkeypatch.setattr(Lives, "begin", begun)
+
+    def strike(self, run: WorkerRun) -> None:
+        process = cast(VirtualReforming, run.context.reform)._process
+        process.post(self._lives[-1]._on_gone, run.context.rank)
+        process.settle()
+
+
+def test_what_only_the_dead_had_heard_of_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two wait at the end when the third has pushed its last gradient, and dies before it meets them."""
+    struck, finish, num_waiting = Struck(monkeypatch), Course.finish, [0]
+
+    def finished(course: Course) -> None:
+        num_waiting[0] += 1
+        if num_waiting[0] == WORKERS:
+            struck.strike(course._run)
+        finish(course)
+
+    monkeypatch.setattr(Course, "finish", finished)
+    log: Log = {}
+    result = train(tmp_path / "run", "ps-asp", CLUSTER, log=log, every=25, replacements=0)
+    assert len(named(result, "lost")) == 1
+    require_counted(result, "ps-asp", log)
+    last, updates = result.evaluations[-1], read_records(result.directory, UpdateRecord)
+    assert last.iteration == max(each.iteration for each in updates)
+    whole = rows_of(result).sum() + sum(half.sum() for half in result.model_state().values())
+    assert last.metrics["loss"] == pytest.approx(-float(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize("place", ["judge", "_found"])
+def test_an_iteration_is_evaluated_and_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Also where the first worker dies in that pause, when all have heard what it has found, or nobody has."""
+    struck, judge, is_struck = Struck(monkeypatch), getattr(Judge, place), [False]
+
+    def judged(judge_of: Judge, model: nn.Module, now: Any, *given: Any) -> Any:
+        found = judge(judge_of, model, now, *given)
+        if judge_of._run.context.rank == 0 and now is not None and now.iterations >= 24 and not is_struck[0]:
+            is_struck[0] = True
+            struck.strike(judge_of._run)
+        return found
+
+    evaluated = []
+    evaluate = judging.evaluate
+    monkeypatch.setattr(judging, "evaluate", lambda *given, **named: evaluated.append(1) or evaluate(*given, **named))
+    monkeypatch.setattr(Judge, place, judged)
+    result = train(tmp_path / "run", "ps-bsp", CLUSTER)
+    assert is_struck[0]
+    assert len(named(result, "lost")) == 1
+    iterations = [each.iteration for each in result.evaluations]
+    assert 24 in iterations
+    assert len(set(iterations)) == len(iterations)
+    assert len(evaluated) == len(iterations) + (place == "_found")
 
 
 def test_a_run_that_loses_a_server_begins_anew_from_its_checkpoint(tmp_path: Path) -> None:

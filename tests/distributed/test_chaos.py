@@ -131,3 +131,34 @@ def test_workers_and_servers_of_one_run_die(start: Callable[..., Command], tmp_p
     assert why["server-0"] == "its process ended"
     assert re.match(r"it was silent for \d+\.\d s and was ended", why["server-2"])
     command.assert_nothing_left()
+
+
+@pytest.mark.timeout(900)
+def test_each_step_counts_once_without_steps_in_common(start: Callable[..., Command], tmp_path: Path) -> None:
+    """One dies with a model that it has not answered yet, for whom another one comes, and one with a gradient."""
+    strikes = [
+        strike("worker-1", "takes a model", 9, "kill"),
+        strike("worker-2", "has its gradient", 14, "segfault"),
+        strike("worker-0", "waits for an answer", 20, "cut"),
+    ]
+    given = ["--strategy", "ad-psgd", "--option", "topology=chain", "--workers", 4]
+    path = scheduled(tmp_path, (strikes, 1))
+    command = start("chaos", DEMO, *given, "--schedule", path, "--out", tmp_path / "out", "--", "--epochs", 2)
+    output = command.wait()
+    assert command.status == 0, output
+    assert "2 deaths in 1 run, 0 wrong" in output
+    command.assert_nothing_left()
+
+
+@pytest.mark.timeout(900)
+def test_whole_batches_under_servers_are_the_undisturbed_runs(start: Callable[..., Command], tmp_path: Path) -> None:
+    """A worker with a part of an update, and a server with the sum of its rounds so far."""
+    given = ["--strategy", "ps-bsp", "--option", "servers=2", "--option", "replicas=1", "--workers", 3]
+    strikes = [strike("worker-1", "waits for servers", 8, "kill"), strike("server-0", "is asked", 40, "kill")]
+    path = scheduled(tmp_path, (strikes, 1))
+    more = ["--elastic", "--global-batch", "keep", "--max-steps", 20]
+    command = start("chaos", DEMO, *given, *more, "--schedule", path, "--out", tmp_path / "out")
+    output = command.wait()
+    assert command.status == 0, output
+    assert "2 deaths in 1 run, 0 wrong" in output
+    assert re.search(r"model \d\.\de-(0[5-9]|1\d) apart|model 0\.0e\+00 apart", output), output

@@ -22,6 +22,7 @@ from paceline.topology import Ring
 from tests.distributed.harness import SCRIPTS, pids, wait_until
 from tests.distributed.own_network import own_network
 from tests.distributed.test_elastic import of, require_each_sample_once, require_same_model, undisturbed
+from tests.distributed.test_elastic_ad_psgd import require_counted
 from tests.distributed.test_elastic_gossip import make
 from tests.distributed.test_elastic_gossip import require_replayed as require_mixed
 from tests.distributed.test_elastic_rounds import require_replayed_exchanges
@@ -205,14 +206,15 @@ def chaos_strikes_links_and_nodes(network: Network, address: str, directory: Pat
     cut; and a Ray node."""
     directory.mkdir()
     links = [strike(1, 6, "flicker"), strike(2, 12, "slow"), strike(1, 20, "cut"), strike(2, 30, "part")]
-    runs = [{"strikes": some, "replacements": 0} for some in (links, [strike(2, 12, "node")])]
+    others = [strike(2, 12, "node")], [strike(1, 12, "node")]  # the next run has the host again
+    runs = [{"strikes": some, "replacements": 0} for some in (links, *others)]
     (directory / "given.json").write_text(json.dumps({"runs": runs}))
     settings = ["--workers", "3", "--max-steps", "60", "--address", address]
     files = ["--schedule", str(directory / "given.json"), "--out", str(directory / "out")]
     process = network.start(network.hosts[0], [paceline(network), "chaos", str(DEMO), *settings, *files])
     output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output + errors
-    assert "2 deaths in 2 runs, 0 wrong" in output
+    assert "3 deaths in 3 runs, 0 wrong" in output
     for kind in ("flicker", "slow", "cut", "part", "node"):
         assert f"{kind} worker-" in output
 
@@ -300,6 +302,28 @@ def servers_outlive_a_host(network: Network, address: str, directory: Path) -> N
     finish_whole(process, out, gradients=72)
     assert "worker-2" in [event["who"] for event in of(out, "lost")]
     assert {worker for _, worker, _ in updates(out)} == {0, 1, 2, 3}
+
+
+def workers_meet_anew_in_pairs(network: Network, address: str, directory: Path) -> None:
+    """One joins, and one is killed; then a host is cut off, whose worker others know only some steps of."""
+    options = ["--strategy", "ad-psgd", "--option", "topology=chain", "--eval-every", "16"]
+    given = ["--epochs", 3, *held(8), "--fail", "1:14:kill"]
+    process, out = start(network, address, directory, *given, workers=3, options=options)
+    wait_for(process, out, num_steps=1)
+    assert "3 workers train; 1 more start" in scale(network, out, 4)
+    go_on(process, out, held_at=(8,))
+    assert wait_until(lambda: joined(out) and of(out, "lost"), within_s=PATIENCE_S), process.communicate()
+    cut_off = host_of(network, pids(out)["worker-2"])
+    set_link(network, cut_off, "down")
+    end(process)
+    set_link(network, cut_off, "up")
+    assert joined(out) == [3]
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1", "worker-2"]
+    require_counted(out, epochs=3, samples=SAMPLES)
+
+
+def test_workers_without_steps_in_common_meet_anew(four_hosts: Network, tmp_path: Path) -> None:
+    workers_meet_anew_in_pairs(four_hosts, four_hosts.start_ray(), tmp_path / "pairs")
 
 
 def test_servers_outlive_workers_and_a_host(three_hosts: Network, tmp_path: Path) -> None:

@@ -132,6 +132,18 @@ def test_who_leaves_may_leave_too_few_when_another_has_died(tmp_path: Path, ray_
 
 
 @pytest.mark.slow
+def test_who_leaves_owes_nothing(tmp_path: Path, ray_here: None) -> None:
+    """Its last exchange has all that anybody owes; those who stay owe again after the next."""
+    strategy = "all-reduce:codec=top-k:codec.ratio=0.1:codec_scope=all"
+    with meanwhile(tmp_path, {5: 2}):
+        out = trained(tmp_path, "--owed", *held(5), workers=3, strategy=strategy, elastic="1:3")
+    assert [event["who"] for event in of(out, "left")] == ["worker-2"]
+    require_each_sample_once(out)
+    owed = [(tmp_path / "log" / f"owed-{rank}").read_text().split() for rank in range(3)]
+    assert [any(map(float, each)) for each in owed] == [True, True, False]
+
+
+@pytest.mark.slow
 def test_any_number_of_resizes_and_a_death(tmp_path: Path, ray_here: None) -> None:
     """Replicas are compared at every step (strict)."""
     given = ["--epochs", 3, *held(5, 15, 25), "--optimizer", "adamw", "--fail", "0:10:kill"]

@@ -25,6 +25,8 @@ from paceline.engines.ray.tokens import own_token
 from tests.distributed.harness import SCRIPTS, TRAIN, is_training, pids, wait_until
 from tests.distributed.local import Listener
 from tests.distributed.scripts import full_batch
+from tests.distributed.test_elastic import of
+from tests.distributed.test_elastic_ad_psgd import require_counted
 
 pytestmark = pytest.mark.ray
 NUM_STEPS = 20
@@ -56,6 +58,21 @@ def train_alone(optimizer: str) -> dict[str, torch.Tensor]:
     for _ in range(NUM_STEPS):
         full_batch.update(model, updater, *full_batch.data())
     return model.state_dict()
+
+
+@pytest.mark.slow
+def test_workers_without_steps_in_common_meet_anew(cluster: Cluster, tmp_path: Path) -> None:
+    """One dies on each host, and those who are left meet over the network; each sample counts once."""
+    log, out = tmp_path / "log", tmp_path / "out"
+    log.mkdir()
+    given = ["--fail", "1:5:kill", "--fail", "3:8:kill", "--step-s", "0.02", "--log", str(log)]
+    paceline.run(
+        SCRIPTS / "survivors.py", strategy="ad-psgd", options={"topology": "chain"}, workers=4, elastic="2:4",
+        eval_every=16, address=cluster.address, out=out, watcher=Listener(), arguments=given,
+    )  # fmt: skip
+    assert sorted(event["who"] for event in of(out, "lost")) == ["worker-1", "worker-3"]
+    assert of(out, "reformed")[-1]["details"]["ranks"] == [0, 2]
+    require_counted(out)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from paceline.engines import striking
+from paceline.engines.ray import nodes
 from paceline.engines.requests import Desk
 from paceline.engines.scripting import Script, is_lack_of_memory
 from paceline.engines.striking import KINDS, SERVERS, Strike, acts, connections, hosts
 from paceline.errors import RunFailed, UsageError
 from paceline.records import UpdateRecord
 from paceline.running.chaos import Campaign, Schedule, drawing, gradients, judging, launcher, runs, schedule
-from paceline.running.chaos.program import AMONG_WORKERS, UNDER_SERVERS
+from paceline.running.chaos.program import AMONG_WORKERS, IN_PAIRS, UNDER_SERVERS
 from paceline.running.chaos.roles import Role, roles_of
 from paceline.strategies import build
 from paceline.training.snapshot import as_model_file
@@ -36,7 +37,7 @@ WORKER, SERVER = Role("worker", AMONG_WORKERS, 2), Role("server", SERVERS, 1, is
 
 
 def test_places_are_there() -> None:
-    places = [AMONG_WORKERS.all, UNDER_SERVERS.all, SERVERS.all, launcher.PLACES]
+    places = [AMONG_WORKERS.all, UNDER_SERVERS.all, IN_PAIRS.all, SERVERS.all, launcher.PLACES]
     for owner, name in [place for each in places for place in each.values()]:
         assert callable(getattr(owner, name))
 
@@ -114,7 +115,8 @@ def test_workers_and_servers_are_struck_in_one_run_and_apart(monkeypatch) -> Non
         ("ps-bsp", {"servers": 2, "replicas": 1}, False, {"server": 1}),
         ("ps-ssp", {"servers": 2}, True, {"worker": 2}),
         ("gossip", {}, True, {"worker": 2}),
-        ("ad-psgd", {}, True, {}),
+        ("ad-psgd", {}, True, {"worker": 2}),
+        ("all-reduce", {"algorithm": "ring"}, True, {}),
     ],
 )
 def test_the_roles_are_those_that_a_run_survives(strategy: str, options, is_elastic: bool, struck) -> None:
@@ -173,6 +175,7 @@ def test_a_schedule_that_struck_nobody_is_no_success(tmp_path: Path, monkeypatch
     scene = schedule.Scene((Strike("worker-0", "has the result", 99, "kill"),))
     monkeypatch.setattr(runs.Runs, "make", lambda self, name, scene: run(self.out / name, steps={1: [0]}))
     monkeypatch.setattr("paceline.running.chaos.campaign.connected", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr("paceline.running.chaos.campaign.nodes", list)
     made = Campaign(script=SCRIPT, strategy=build("all-reduce", {}), workers=2, out=tmp_path / "out")
     made.out.mkdir()
     struck = made.runs(kills=1, given=Schedule((scene,)))
@@ -322,9 +325,10 @@ def test_losses_are_found(tmp_path: Path) -> None:
     (wrong / "committed" / "worker-1").write_text('[2, [0, 7], "other"]\n')
     assert "worker-1 has other samples in step 2" in judging.samples(wrong, whole)
     assert "worker-1 has another model at step 2" in judging.samples(wrong, whole)
-    bounds = [judging.bound(build(*each).traits) for each in (("all-reduce", {}), ("local-sgd", {}))]
+    bounds = [judging.bound(build(*each).traits, workers_die=True) for each in (("all-reduce", {}), ("local-sgd", {}))]
     assert bounds == [1e-3, float("inf")]
-    assert judging.bound(build("ps-bsp", {"servers": 2, "replicas": 1}).traits) == 0.0
+    copies = build("ps-bsp", {"servers": 2, "replicas": 1}).traits
+    assert [judging.bound(copies, workers_die=die) for die in (False, True)] == [0.0, 1e-3]
 
 
 def test_a_launcher_whose_death_or_full_disk_nobody_tells(tmp_path: Path) -> None:
@@ -375,7 +379,13 @@ def test_gradients_that_count_otherwise_are_found(tmp_path: Path) -> None:
 
 
 def outlived(
-    folder: Path, *, pushed: dict[str, list], counted: dict[str, str], iteration: int, left_over=False
+    folder: Path,
+    *,
+    pushed: dict[str, list],
+    counted: dict[str, str],
+    iteration: int,
+    left_over=False,
+    let_go: dict[str, int] | None = None,
 ) -> Path:
     """The files of a run whose workers and servers may die, of two key ranges."""
     for each in ("pushed", "counted", "out"):
@@ -386,8 +396,30 @@ def outlived(
         (folder / "counted" / who).write_text(lines)
     event = {"who": "run", "iteration": iteration, "time_s": 0.0, "details": {}}
     events = [{"name": "ended", **event}, *([{"name": "left_over", **event}] if left_over else [])]
+    events += [{**event, "name": "let_go", "who": who, "details": {"steps": n}} for who, n in (let_go or {}).items()]
     (folder / "out" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
+
+
+def test_steps_that_count_otherwise_are_found(tmp_path: Path) -> None:
+    """Worker 1 dies with its second step, which nobody has, and worker 0 does that one's batch."""
+    steps = {"worker-0": [[1, [0, 1]], [2, [2, 3]]], "worker-1": [[1, [4, 5]], [2, [6, 7]]]}
+    whole = outlived(tmp_path / "whole", pushed=steps, counted={}, iteration=4)
+    assert gradients.of_steps(whole, whole) == []
+    taken = {**steps, "worker-0": [*steps["worker-0"], [3, [6, 7]]]}
+    for iteration in (4, 5):  # others may have heard of the lost one
+        folder = tmp_path / f"right-{iteration}"
+        right = outlived(folder, pushed=taken, counted={}, iteration=iteration, let_go={"worker-1": 1})
+        assert gradients.of_steps(right, whole) == []
+    twice = outlived(tmp_path / "twice", pushed=taken, counted={}, iteration=3, let_go={"worker-1": 2})
+    assert gradients.of_steps(twice, whole) == [
+        "2 samples count otherwise: sample 6 counts 2 times, and 1 times in the undisturbed run",
+        "there are 3 iterations; of 5 steps that count and 5 in all follow as many",
+    ]
+    for is_told, num_wrong in ((False, 1), (True, 0)):
+        folder = tmp_path / f"left-{is_told}"
+        lacking = outlived(folder, pushed=steps, counted={}, iteration=3, let_go={"worker-1": 1}, left_over=is_told)
+        assert len(gradients.of_steps(lacking, whole)) == num_wrong
 
 
 def test_samples_that_count_otherwise_where_both_may_die_are_found(tmp_path: Path) -> None:
@@ -396,18 +428,18 @@ def test_samples_that_count_otherwise_where_both_may_die_are_found(tmp_path: Pat
     all_of = {"server-0": both.format("0 0 0 1\n0 0 1 1\n", "1 0 0 1\n1 0 1 1\n")}
     pushed = {"worker-0": [[0, [0, 1]], [1, [2, 3]]], "worker-1": [[0, [4, 5]], [1, [6, 7]]]}
     whole = outlived(tmp_path / "whole", pushed=pushed, counted=all_of, iteration=4)
-    assert gradients.of_samples(whole, whole, [], unit="gradient") == []
+    assert gradients.of_samples(whole, whole, [], unit="gradient", keeps=False) == []
     taken = {"worker-0": [*pushed["worker-0"], [2, [6, 7]]], "worker-1": pushed["worker-1"]}
     left = {name: lines.replace("0 1 1\n", "0 0 2\n") for name, lines in all_of.items()} | {"server-1": "0 0 7 7\n"}
     right = outlived(tmp_path / "right", pushed=taken, counted=left, iteration=3)
     dead = [Strike("server-1", "is asked", 1, "kill"), Strike("worker-1", "pushes", 2, "kill")]
-    assert gradients.of_samples(right, whole, dead, unit="update") == []
+    assert gradients.of_samples(right, whole, dead, unit="update", keeps=False) == []
     told = "there are 3 updates of 4 gradients; 4 to 4 are right"
-    assert gradients.of_samples(right, whole, dead, unit="gradient") == [told]
+    assert gradients.of_samples(right, whole, dead, unit="gradient", keeps=False) == [told]
     twice = outlived(
         tmp_path / "twice", pushed=taken, counted={"server-0": all_of["server-0"] + "1 0 0 2\n"}, iteration=5
     )
-    assert gradients.of_samples(twice, whole, dead, unit="gradient") == [
+    assert gradients.of_samples(twice, whole, dead, unit="gradient", keeps=False) == [
         "1 gradients count otherwise on server-0: gradient 2 of worker 0 counts 0 times in key range 0",
         "2 samples count otherwise: sample 6 counts 2 times, and 1 times in the undisturbed run",
     ]
@@ -415,11 +447,11 @@ def test_samples_that_count_otherwise_where_both_may_die_are_found(tmp_path: Pat
         folder = tmp_path / f"left-{is_told}"
         less = {name: lines.replace("0 0 1 1\n", "").replace("1 0 1 1\n", "") for name, lines in all_of.items()}
         lacking = outlived(folder, pushed=pushed, counted=less, iteration=3, left_over=is_told)
-        found = gradients.of_samples(lacking, whole, dead, unit="gradient")
+        found = gradients.of_samples(lacking, whole, dead, unit="gradient", keeps=False)
         assert len(found) == len(words)
         assert all(word in line for word, line in zip(words, found, strict=True))
     unknown = outlived(tmp_path / "unknown", pushed={"worker-0": []}, counted={"server-0": "0 0 0 0\n"}, iteration=1)
-    found = gradients.of_samples(unknown, whole, [], unit="update")
+    found = gradients.of_samples(unknown, whole, [], unit="update", keeps=False)
     assert "gradient 0 of worker 0 counts, and was not pushed" in found
     assert "nothing counts in key range 1 on any server that is left" in found
 
@@ -432,8 +464,11 @@ def test_what_servers_without_copies_count_is_in_the_records(tmp_path: Path) -> 
         rows = [f"0,{update},0,{clock},0" for update, clock in ((1, 0), (2, last))]
         names = [field.name for field in fields(UpdateRecord)]
         (folder / "out" / "updates.csv").write_text("\n".join([",".join(names), *rows]) + "\n")
-    assert gradients.of_samples(whole, whole, [], unit="gradient") == []
-    assert "1 gradients count otherwise on server-0" in gradients.of_samples(twice, whole, [], unit="gradient")[0]
+    assert gradients.of_samples(whole, whole, [], unit="gradient", keeps=False) == []
+    assert (
+        "1 gradients count otherwise on server-0"
+        in gradients.of_samples(twice, whole, [], unit="gradient", keeps=False)[0]
+    )
 
 
 @pytest.mark.skipif(bool(connections.lack()), reason=connections.lack())
@@ -455,9 +490,9 @@ def test_a_model_that_is_not_finite_is_wrong(tmp_path: Path) -> None:
     far = judging.distance(destroyed, whole)
     for each in (("all-reduce", {}), ("local-sgd", {}), ("ps-bsp", {"servers": 2, "replicas": 1})):
         traits = build(*each).traits
-        assert judging.apart(0.0, traits) == []
-        assert "the model is nan from the undisturbed run's" in judging.apart(far, traits)[0]
-    assert judging.apart(0.002, build("all-reduce", {}).traits)
+        assert judging.apart(0.0, traits, workers_die=False) == []
+        assert "the model is nan from the undisturbed run's" in judging.apart(far, traits, workers_die=False)[0]
+    assert judging.apart(0.002, build("all-reduce", {}).traits, workers_die=True)
 
 
 def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> None:
@@ -475,7 +510,13 @@ def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> No
 @pytest.mark.parametrize(
     ("strategy", "options", "given", "words"),
     [
-        ("ad-psgd", {}, {}, "strategy ad-psgd: chaos strikes workers under all-reduce, local updates, gossip and"),
+        (
+            "all-reduce",
+            {"algorithm": "ring"},
+            {},
+            "strategy ring: chaos strikes workers under all-reduce, local updates, gossip, ad-psgd",
+        ),
+        ("ps-bsp", {"servers": 2, "replicas": 1}, {"global_batch": "keep"}, "--global-batch has no effect under"),
         (
             "ps-bsp",
             {"servers": 2, "combine": "always"},
@@ -496,3 +537,17 @@ def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> No
 def test_what_cannot_be_struck(tmp_path: Path, strategy: str, options, given, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Campaign(script=SCRIPT, strategy=build(strategy, options), workers=3, out=tmp_path / "out", **given)
+
+
+def test_the_next_run_begins_when_a_host_that_was_struck_is_there_again(monkeypatch) -> None:
+    """Ray lists the dead node for a while, and then the new one beside it."""
+    dead, new, other = (nodes.Node(name, address, 1.0, 0.0) for name, address in (("a", "1"), ("b", "1"), ("c", "2")))
+    listed = iter([[dead, other], [other], [dead, new, other], [new, other]])
+    monkeypatch.setattr(nodes, "nodes", lambda: next(listed))
+    monkeypatch.setattr(nodes.Node, "answers", property(lambda node: node.node_id != "a"))
+    monkeypatch.setattr(nodes, "_LOOK_S", 0.0)
+    nodes.await_hosts(["1", "2"], within_s=60)
+    assert next(listed, None) is None
+    monkeypatch.setattr(nodes, "nodes", lambda: [dead])
+    with pytest.raises(RunFailed, match="Ray has no node at 2, and lists some that do not answer: 1"):
+        nodes.await_hosts(["1", "2"], within_s=0)

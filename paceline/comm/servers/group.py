@@ -144,6 +144,10 @@ class ServerGroup(Store):
         self._ask(self._client.pull())
         return self._client.iteration
 
+    def how_far(self) -> int:
+        self._ask(self._client.how_far())
+        return self._client.iteration
+
     def leave(self) -> None:
         self._ask(self._client.leave())
 

@@ -3,6 +3,9 @@
 import math
 import os
 import socket
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,7 +28,7 @@ from paceline.errors import RunFailed, UsageError
 from paceline.scheduler import Allocation, from_environment
 from paceline.threads import let_idle_threads_sleep
 
-_CONNECT_S, _ANSWER_S = 5.0, 0.5
+_CONNECT_S, _ANSWER_S, _LOOK_S = 5.0, 0.5, 0.5
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,42 @@ def nodes() -> list[Node]:
         if info["Alive"]
     ]
     return sorted(alive, key=lambda node: (node.node_id != own, node.node_id))
+
+
+def await_hosts(addresses: Sequence[str], *, within_s: float) -> None:
+    """Until Ray lists a node on each of these hosts, and none that does not answer.
+
+    Raises:
+        RunFailed: it still does not; the message says what there is.
+    """
+    until_s = time.monotonic() + within_s
+    while True:
+        found = nodes()
+        silent = [node.address for node in found if not node.answers]
+        missing = [*(Counter(addresses) - Counter(node.address for node in found)).elements()]
+        if not silent and not missing:
+            return
+        if time.monotonic() > until_s:
+            raise RunFailed(
+                f"after {within_s:g} s Ray has no node at {', '.join(missing) or 'no other address than before'}, and "
+                f"lists some that do not answer: {', '.join(silent) or 'none'}"
+            )
+        time.sleep(_LOOK_S)
+
+
+def starting_again() -> list[str]:
+    """The command that starts this host's part of Ray once more, with the same resources."""
+    own = own_node_id()
+    info = next(info for info in ray.nodes() if info["NodeID"] == own)
+    resources = info["Resources"]
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={connected_to()}"),
+        f"--node-ip-address={info['NodeManagerAddress']}",
+        f"--num-cpus={resources.get('CPU', 0):g}",
+        f"--num-gpus={resources.get('GPU', 0):g}",
+        f"--object-store-memory={int(resources.get('object_store_memory', OBJECT_STORE_BYTES))}",
+        *("--disable-usage-stats", "--include-log-monitor=false"),
+    ]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """Strikes the host of a process, where a run's hosts are network namespaces of one machine."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -16,6 +18,8 @@ PARTED_S, FLICKER_S, SLOW_S = 20.0, 1.0, 10.0
 """Longer than any deadline of a chaos run; a moment; and how long its link carries 10 Mbit/s."""
 ENDED_S = 30.0
 """Within that Ray ends the processes of a node that has died."""
+GONE_S = 45.0
+"""Within that it has noticed the death, and takes another one of the same host."""
 _SLOW = "root tbf rate 10mbit burst 32kbit latency 400ms"
 
 
@@ -46,24 +50,40 @@ def slow(folder: Path) -> AbstractContextManager[None]:
 
 
 def kill_node(folder: Path) -> AbstractContextManager[None]:
-    """The host's part of Ray, which has started this process; Ray's own part of this process then ends it."""
-    raylet = os.environ.get("RAY_RAYLET_PID")
-    if raylet is None:
+    """The host's part of Ray, which has started this process; Ray's own part of this process then ends it. Another one
+    comes later."""
+    from paceline.engines.ray.nodes import starting_again
+
+    number = os.environ.get("RAY_RAYLET_PID")
+    if number is None:
         raise UsageError("no part of Ray has started this process, and none can be struck")
-    os.kill(int(raylet), signal.SIGKILL)
+    raylet = psutil.Process(int(number))
+    start = shlex.join(starting_again())
+    _later(GONE_S, f"for each in 1 2 3 4; do {start} && break; sleep {GONE_S / 4}; done", raylet.environ())
+    raylet.send_signal(signal.SIGKILL)
     time.sleep(ENDED_S)
     return nullcontext()
 
 
 def _for_a_while(begin: str, end: str, seconds: float) -> AbstractContextManager[None]:
-    """In a process that outlives this one, so that later runs find the link as it was."""
     link = _link()
     subprocess.run(begin.format(link).split(), check=True)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE")}
-    subprocess.Popen(
-        ["sh", "-c", f"sleep {seconds}; {end.format(link)}"], start_new_session=True, env=environment, close_fds=True
-    )
+    _later(seconds, end.format(link), os.environ)
     return nullcontext()
+
+
+def _later(seconds: float, command: str, variables: Mapping[str, str]) -> None:
+    """In a process that outlives this one, so that later runs find the host as it was: no child, which Ray would end
+    with this one."""
+    subprocess.run(
+        ["sh", "-c", f"(sleep {seconds}; {command}) &"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={name: value for name, value in variables.items() if not name.startswith("PACELINE")},
+        check=True,
+    )
 
 
 def _link() -> str:

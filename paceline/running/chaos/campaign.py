@@ -6,8 +6,9 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple, final
 
+from paceline.elastic import GlobalBatch
 from paceline.engines import striking
-from paceline.engines.ray.nodes import connected
+from paceline.engines.ray.nodes import await_hosts, connected, nodes
 from paceline.engines.scripting import Script
 from paceline.engines.striking import Strike
 from paceline.errors import PacelineError, RunFailed, UsageError
@@ -24,6 +25,8 @@ SCHEDULE_FILE = "schedule.json"
 _OF_HOST, _OF_LAUNCHER = 0.5, 0.25
 """In so many of the runs, where there are others than the launcher's, a host is struck; in so many of the rest the
 launcher."""
+_BACK_S = 300.0
+"""Within that a host that was struck is to be there again."""
 
 
 class Struck(NamedTuple):
@@ -48,6 +51,8 @@ class Campaign:
     Args:
         elastic: of servers with copies, workers may die as well; others' runs are elastic in any case.
         at_least: workers that are left alive; one, unless given.
+        global_batch: of elastic runs; as such runs have it, unless given.
+        start_deadline_s: how long workers and servers may take to start.
         out: a folder for all runs; new or empty.
         address: of a Ray cluster; none: one is started here. Where its other hosts are network namespaces of this
             machine, these are struck.
@@ -62,6 +67,8 @@ class Campaign:
     out: Path
     elastic: bool = False
     at_least: int | None = None
+    global_batch: GlobalBatch | None = None
+    start_deadline_s: float = 120.0
     seed: int = 0
     max_steps: int | None = None
     address: str | None = None
@@ -70,9 +77,11 @@ class Campaign:
         name = name_of(self.strategy)
         if not self._roles:
             raise UsageError(
-                f"strategy {name}: chaos strikes workers under all-reduce, local updates, gossip and servers, as "
-                "--elastic has them, and servers with replicas=R, more than R of them"
+                f"strategy {name}: chaos strikes workers under all-reduce, local updates, gossip, ad-psgd and servers, "
+                "as --elastic has them, and servers with replicas=R, more than R of them"
             )
+        if self.global_batch is not None and not self._is_elastic:
+            raise UsageError(f"--global-batch has no effect under {name}, where servers are struck; add --elastic")
         if not self._is_elastic and self.at_least is not None:
             raise UsageError(f"--at-least has no effect under {name}, where servers are struck; --elastic strikes both")
         if self._is_elastic and not 1 <= self._least < self.workers:
@@ -94,9 +103,16 @@ class Campaign:
         return self.elastic or not self.strategy.traits.num_replicas
 
     @property
+    def _keeps(self) -> bool:
+        """Whether updates are of as many samples as at the start, whoever dies."""
+        keeps = self.strategy.traits.when_elastic.lock_step
+        return self._is_elastic and (keeps if self.global_batch is None else self.global_batch == "keep")
+
+    @property
     def _traits(self) -> Traits:
         """The strategy's, in this campaign's runs."""
-        return self.strategy.traits.when_elastic if self._is_elastic else self.strategy.traits
+        traits = self.strategy.traits
+        return traits.when_elastic if self._is_elastic and not self._keeps else traits
 
     @property
     def _roles(self) -> tuple[Role, ...]:
@@ -118,6 +134,8 @@ class Campaign:
             strategy=self.strategy,
             workers=self.workers,
             at_least=self._least if self._is_elastic else None,
+            global_batch="keep" if self._keeps else "grow",
+            start_deadline_s=self.start_deadline_s,
             seed=self.seed,
             max_steps=self.max_steps,
             out=self.out,
@@ -130,12 +148,16 @@ class Campaign:
         far = judging.on_other_hosts(whole)
         require_hosts(given, far)
         calls = judging.calls(whole)
+        hosts, is_one_away = [node.address for node in nodes()], False
         chance, scenes, died, idle, num_met = Random(self.seed), list[Scene](), 0, 0, 0
         while len(scenes) < len(given.scenes) if given is not None else died < kills:
             scene = given.scenes[len(scenes)] if given is not None else self._drawn(chance, calls, far, kills - died)
             scenes.append(scene)
             Schedule(tuple(scenes)).write(self.out / SCHEDULE_FILE)
+            if is_one_away:
+                await_hosts(hosts, within_s=_BACK_S)
             struck = self._struck(runs, f"run-{len(scenes)}", scene, whole)
+            is_one_away = any(striking.KINDS[strike.kind].is_of_host for strike in struck.met)
             idle = 0 if struck.met else idle + 1
             if idle > 5:
                 raise RunFailed(f"{idle} runs ended before they were struck; have the script train for longer")
@@ -173,14 +195,17 @@ class Campaign:
             wrong = judging.launcher(folder, met) if by_launcher else self._lost(folder, whole, met)
             # While no worker dies, an elastic run is as another one.
             workers_die = any(who.startswith("worker") for who in judging.dying(folder, met))
-            wrong += judging.apart(distance, self._traits if workers_die else self.strategy.traits)
+            traits = self._traits if workers_die else self.strategy.traits
+            wrong += judging.apart(distance, traits, workers_die=workers_die)
         return Struck(folder, met, distance, (*wrong, *judging.left(folder, before)))
 
     def _lost(self, folder: Path, whole: Path, met: Sequence[Strike]) -> list[str]:
         """A line for each member that was lost unstruck, and for what does not count as in the undisturbed run."""
-        lost = judging.losses(folder, met)
-        if not self.strategy.traits.num_servers:
+        lost, traits = judging.losses(folder, met), self.strategy.traits
+        if traits.meets_anew:
+            return lost + gradients.of_steps(folder, whole)
+        if not traits.num_servers:
             return lost + judging.samples(folder, whole)
         if not self._is_elastic:
             return lost + gradients.counted_alike(folder, whole, met)
-        return lost + gradients.of_samples(folder, whole, met, unit=self.strategy.traits.unit)
+        return lost + gradients.of_samples(folder, whole, met, unit=traits.unit, keeps=self._keeps)

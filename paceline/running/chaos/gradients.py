@@ -41,10 +41,10 @@ def counted_alike(folder: Path, whole: Path, strikes: Sequence[Strike]) -> list[
     return _otherwise(copies, {copy: wanted[copy.key_range, copy.shard] for copy in copies})
 
 
-def of_samples(folder: Path, whole: Path, strikes: Sequence[Strike], *, unit: Unit) -> list[str]:
+def of_samples(folder: Path, whole: Path, strikes: Sequence[Strike], *, unit: Unit, keeps: bool) -> list[str]:
     """Where workers may die, too, each copy that is left is to be made of the same gradients, each once, and these of
     each sample as often as in the undisturbed run, or of fewer where the run says that nobody was left to train on
-    them; and there are as many updates as follows."""
+    them; and there are as many updates as follows, or, if updates keep their samples, as in the undisturbed run."""
     copies, of_whole = _copies(folder, strikes), _copies(whole, ())
     gradients = set[Gradient]().union(*copies.values())
     wrong = _otherwise(copies, dict.fromkeys(copies, gradients))
@@ -54,28 +54,55 @@ def of_samples(folder: Path, whole: Path, strikes: Sequence[Strike], *, unit: Un
     pushed = _pushed(folder)
     for worker, clock in sorted(gradients - pushed.keys()):
         wrong.append(f"gradient {clock} of worker {worker} counts, and was not pushed")
-    samples = _samples(pushed, gradients)
     wanted = _samples(_pushed(whole), set[Gradient]().union(*of_whole.values()))
-    may_lack = any(event.name == "left_over" for event in read_records(folder / "out", EventRecord))
+    wrong += _otherwise_often(folder, _samples(pushed, gradients), wanted)
+    number = Result(folder / "out").iteration
+    least, most = _num_updates(gradients, unit)
+    if keeps:
+        least = most = Result(whole / "out").iteration
+    if not least <= number <= most:
+        wrong.append(f"there are {number} updates of {len(gradients)} gradients; {least} to {most} are right")
+    return wrong
+
+
+def _num_updates(gradients: set[Gradient], unit: Unit) -> tuple[int, int]:
+    """How many updates these may make, at least and at most: each is one, or each update is of one gradient of each
+    worker at most."""
+    number, num_workers = len(gradients), len({worker for worker, _ in gradients})
+    return (number if unit == "gradient" else math.ceil(number / max(1, num_workers))), number
+
+
+def of_steps(folder: Path, whole: Path) -> list[str]:
+    """Where workers have models of their own and no step in common, all that those who are there have done counts, and
+    of whoever is gone as many of its first steps as the run says that others had: so each sample counts as often as in
+    the undisturbed run. Iterations may be more, since others had heard of gradients that are lost with a model."""
+    gone = {event.who: event.details["steps"] for event in _events(folder, "let_go")}
+    pushed = _pushed(folder)
+    counted = {(worker, step) for worker, step in pushed if step <= gone.get(f"worker-{worker}", math.inf)}
+    wrong = _otherwise_often(folder, _samples(pushed, counted), _samples(_pushed(whole), _pushed(whole)))
+    number, least, most = Result(folder / "out").iteration, len(counted), len(pushed)
+    if not least <= number <= most:
+        wrong.append(f"there are {number} iterations; of {least} steps that count and {most} in all follow as many")
+    return wrong
+
+
+def _otherwise_often(folder: Path, samples: Counter[str], wanted: Counter[str]) -> list[str]:
+    """That samples count otherwise than wanted; fewer times they may where the run has left some over."""
+    may_lack = bool(_events(folder, "left_over"))
     differ = sorted(
         sample
         for sample in wanted.keys() | samples.keys()
         if samples[sample] > wanted[sample] or (samples[sample] < wanted[sample] and not may_lack)
     )
-    if differ:
-        first = differ[0]
-        what = f"sample {first} counts {samples[first]} times, and {wanted[first]} times in the undisturbed run"
-        wrong.append(f"{len(differ)} samples count otherwise: {what}")
-    return wrong + _updates(Result(folder / "out").iteration, gradients, unit)
-
-
-def _updates(number: int, gradients: set[Gradient], unit: Unit) -> list[str]:
-    """Each gradient is an update, or each update of one gradient of each worker at most."""
-    num_gradients, num_workers = len(gradients), len({worker for worker, _ in gradients})
-    least = num_gradients if unit == "gradient" else math.ceil(num_gradients / max(1, num_workers))
-    if least <= number <= num_gradients:
+    if not differ:
         return []
-    return [f"there are {number} updates of {num_gradients} gradients; {least} to {num_gradients} are right"]
+    first = differ[0]
+    told = f"sample {first} counts {samples[first]} times, and {wanted[first]} times in the undisturbed run"
+    return [f"{len(differ)} samples count otherwise: {told}"]
+
+
+def _events(folder: Path, name: str) -> list[EventRecord]:
+    return [event for event in read_records(folder / "out", EventRecord) if event.name == name]
 
 
 def _otherwise(copies: _Copies, wanted: Mapping[_Copy, set[Gradient]]) -> list[str]:

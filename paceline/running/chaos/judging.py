@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from paceline.engines import striking
@@ -76,13 +77,13 @@ def launcher(folder: Path, strikes: Sequence[Strike]) -> list[str]:
     return [f"nothing says {words[each.kind]!r}" for each in strikes if words[each.kind] not in told]
 
 
-def bound(traits: Traits) -> float:
-    """How far the final model may be from the undisturbed run's: none where servers have copies, rounding where
-    updates keep their samples. Without lock-step other samples, or other parameters, are in each, and a codec
-    leaves out other parts of them: nothing is promised."""
+def bound(traits: Traits, *, workers_die: bool) -> float:
+    """How far the final model may be from the undisturbed run's: not at all where servers with copies die alone,
+    rounding where updates keep their samples. Without lock-step other samples, or other parameters, are in each, and a
+    codec leaves out other parts of them: nothing is promised."""
     if not traits.lock_step or any(moved.codec is not None for moved in traits.traffic or ()):
         return float("inf")
-    return 0.0 if traits.num_servers else _ROUNDING
+    return 0.0 if traits.num_servers and not workers_die else _ROUNDING
 
 
 def distance(folder: Path, whole: Path) -> float:
@@ -101,9 +102,9 @@ def _model(out: Path) -> dict[str, torch.Tensor]:
     return {**read_model_file(out / MODEL_FILE), **rows}
 
 
-def apart(distance: float, traits: Traits) -> list[str]:
+def apart(distance: float, traits: Traits, *, workers_die: bool) -> list[str]:
     """That the final model is too far from the undisturbed run's; one that is not finite is, whatever the bound."""
-    most = bound(traits)
+    most = bound(traits, workers_die=workers_die)
     if distance <= most:
         return []
     return [f"the model is {distance:.2g} from the undisturbed run's, and may be {most:g}"]
@@ -122,8 +123,10 @@ def samples(folder: Path, whole: Path) -> list[str]:
 
 
 def num_descriptors() -> int:
-    """Of this process."""
-    return len(os.listdir("/proc/self/fd"))
+    """Of this process, but for Ray's connections, which are IPv6 sockets: to a node that has come anew it has another
+    one."""
+    of_ray = psutil.Process().net_connections("tcp6")
+    return len(os.listdir("/proc/self/fd")) - len(of_ray)
 
 
 def left(folder: Path, num_before: int) -> list[str]:

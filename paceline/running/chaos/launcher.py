@@ -23,7 +23,6 @@ PLACES: Mapping[str, Place] = {
     "gives a written file its name": (durable, "replace"),
 }
 _COMMAND = (sys.executable, "-c", "from paceline.cli import main; main()")
-_PATIENCE_S = 300.0
 
 
 def arm(directory: Path) -> None:
@@ -31,11 +30,11 @@ def arm(directory: Path) -> None:
     striking.arm("launcher", PLACES, may_strike=lambda place: (directory / FILE_NAME).exists())
 
 
-def run(arguments: Sequence[str], *, out: Path) -> None:
-    """Until it has ended. Raises RunFailed, with what its commands say, unless that is well."""
+def run(arguments: Sequence[str], *, out: Path, patience_s: float) -> None:
+    """Until it has ended. Raises RunFailed, with what its commands say, unless each of them ends well and in time."""
     try:
-        _tell("run", "--detach", "--out", str(out), *arguments)
-        _tell("attach", str(out))
+        _tell("run", "--detach", "--out", str(out), *arguments, patience_s=patience_s)
+        _tell("attach", str(out), patience_s=patience_s)
     finally:
         end(out)
 
@@ -48,13 +47,13 @@ def end(out: Path) -> None:
                 os.kill(process, signal.SIGKILL)
 
 
-def _tell(*command: str) -> None:
+def _tell(*command: str, patience_s: float) -> None:
     try:
         done = subprocess.run(
-            [*_COMMAND, *command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE_S
+            [*_COMMAND, *command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=patience_s
         )
     except subprocess.TimeoutExpired:
-        raise RunFailed(f"paceline {command[0]} has not ended after {_PATIENCE_S:g} s") from None
+        raise RunFailed(f"paceline {command[0]} has not ended after {patience_s:g} s") from None
     if done.returncode:
         said = " ".join((done.stdout + done.stderr).split())
         raise RunFailed(f"paceline {command[0]} ended with {done.returncode}: {said[-1000:]}")

@@ -1,18 +1,20 @@
 """A script whose worker is struck, and which writes down what it has done, or all have."""
 
 import functools
+import itertools
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 from paceline.comm.servers.group import ServerGroup
 from paceline.comm.servers.line import WorkerLine
 from paceline.comm.servers.self_service import SelfService, SelfServices
 from paceline.comm.servers.sockets import SocketCarrier
+from paceline.comm.socket_mailbox import SocketMailbox
 from paceline.engines import striking
 from paceline.engines.ray.reforming import Reforming
 from paceline.engines.scripting import Script, run_program
@@ -22,11 +24,15 @@ from paceline.server.spec import Push, Reply
 from paceline.strategies.base import StepOutcome
 from paceline.strategies.digests import digest
 from paceline.strategies.exchange import Exchange
+from paceline.strategies.gossip.asynchronous import PairSynchronizer
 from paceline.strategies.gossip.links import Links
+from paceline.strategies.gossip.pairing import Pairing
 from paceline.strategies.outer_model import OuterModel
 from paceline.strategies.overlap import Overlap
 from paceline.strategies.repeating import Repeating
 from paceline.strategies.serving import ServerSynchronizer
+from paceline.strategies.traits import Traits
+from paceline.training.anew import Anew
 from paceline.training.batches import Batches
 from paceline.training.elastic import Survivor
 from paceline.training.entering import Entering
@@ -71,6 +77,32 @@ UNDER_SERVERS = Places(
     at_a_join={"gives its state": (Reforming, "give")},
     as_joiner={"takes a state": (Entering, "_entered")},
 )
+IN_PAIRS = Places(
+    often={
+        "is between steps": (Batches, "_on_return"),
+        "is in a pause": (Pauses, "meet"),
+        "has its gradient": (PairSynchronizer, "step"),
+        "asks a neighbour": (Pairing, "ask"),
+        "takes a model": (Pairing, "receive"),
+        "waits for an answer": (SocketMailbox, "wait"),
+        "asks for what others have left": (Reforming, "next_left_over"),
+    },
+    after_a_death={
+        "has stopped": (Reforming, "_told"),
+        "goes on with others": (PairSynchronizer, "rejoin"),
+    },
+    at_a_join={"gives its state": (Reforming, "give")},
+    as_joiner={"takes a state": (Anew, "_entered")},
+)
+With = Literal["workers", "servers", "pairs"]
+"""With whom a worker exchanges: with all others, or some of them, in steps that all have in common; with servers; or
+with one neighbour after another."""
+PLACES: Mapping[With, Places] = {"workers": AMONG_WORKERS, "servers": UNDER_SERVERS, "pairs": IN_PAIRS}
+
+
+def exchanges_with(traits: Traits) -> With:
+    """Under a strategy whose workers may die."""
+    return "servers" if traits.outlives_workers else "pairs" if traits.meets_anew else "workers"
 
 
 @final
@@ -79,7 +111,7 @@ class StruckProgram:
     """What each worker runs."""
 
     script: Script
-    is_under_servers: bool = False
+    exchanges_with: With
 
     def __repr__(self) -> str:
         return self.script.path
@@ -88,8 +120,8 @@ class StruckProgram:
         world = current()
         assert world is not None
         who, num_steps = f"worker-{world.context.rank}", [0]
-        places = UNDER_SERVERS if self.is_under_servers else AMONG_WORKERS
-        (_write_pushes if self.is_under_servers else _write_commits)(who, num_steps)
+        places = PLACES[self.exchanges_with]
+        _WRITING[self.exchanges_with](who, num_steps)
         # A death before the first step ends a run; who joins has not made one.
         striking.arm(who, places.all, may_strike=lambda place: num_steps[0] > 0 or place in places.as_joiner)
         run_program(self.script)
@@ -123,10 +155,39 @@ def _alike(survivor: Survivor) -> str:
 
 
 def _write_pushes(who: str, num_steps: list[int]) -> None:
-    """Which samples each of this worker's gradients is of, by its clock, before any server can have it."""
+    """Which samples each of this worker's gradients is of, by its clock, before any server can have it; none where it
+    is to count nothing."""
+    write = _writing_gradients(who)
+    exchange = ServerGroup.exchange
+
+    @functools.wraps(exchange)
+    def written(group: ServerGroup, push: Push) -> Reply:
+        write(group.clock, counts=not push.void)
+        return exchange(group, push)
+
+    _replace(ServerGroup, "exchange", written)
+    _count_steps(ServerSynchronizer, num_steps)
+
+
+def _write_steps(who: str, num_steps: list[int]) -> None:
+    """Which samples each of this worker's steps is of, counted from 1, before any neighbour can have it."""
+    write = _writing_gradients(who)
+    step, numbers = PairSynchronizer.step, itertools.count(1)
+
+    @functools.wraps(step)
+    def written(synchronizer: PairSynchronizer, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
+        write(next(numbers), counts=True)
+        return step(synchronizer, update, pause_at=pause_at)
+
+    _replace(PairSynchronizer, "step", written)
+    _count_steps(PairSynchronizer, num_steps)
+
+
+def _writing_gradients(who: str) -> Callable[..., None]:
+    """What writes down, by a number, of which samples the gradient is that this worker gives now."""
     path = Path(os.environ[striking.VARIABLE], "pushed", who)
-    fetched, exchange, step = Orders.fetched, ServerGroup.exchange, ServerSynchronizer.step
-    samples: list[Any] = []  # handed out since the last push
+    fetched = Orders.fetched
+    samples: list[Any] = []  # handed out since the last one
 
     @functools.wraps(fetched)
     def noted(orders: Orders, batches: Iterator[RankBatch], *given: int) -> Iterator[Part]:
@@ -141,22 +202,33 @@ def _write_pushes(who: str, num_steps: list[int]) -> None:
             samples.extend(ahead.popleft().samples)
             yield part
 
-    @functools.wraps(exchange)
-    def written(group: ServerGroup, push: Push) -> Reply:
+    def write(number: int, *, counts: bool) -> None:
         with path.open("a") as file:
-            print(json.dumps([group.clock, samples], default=str), file=file)
+            print(json.dumps([number, samples if counts else []], default=str), file=file)
         samples.clear()
-        return exchange(group, push)
+
+    _replace(Orders, "fetched", noted)
+    return write
+
+
+def _count_steps(owner: Any, num_steps: list[int]) -> None:
+    """Those that this worker has made."""
+    step = owner.step
 
     @functools.wraps(step)
-    def counted(synchronizer: ServerSynchronizer, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
-        outcome = step(synchronizer, update, pause_at=pause_at)
+    def counted(synchronizer: Any, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
+        outcome: StepOutcome = step(synchronizer, update, pause_at=pause_at)
         num_steps[0] += 1
         return outcome
 
-    _replace(Orders, "fetched", noted)
-    _replace(ServerGroup, "exchange", written)
-    _replace(ServerSynchronizer, "step", counted)
+    _replace(owner, "step", counted)
+
+
+_WRITING: Mapping[With, Callable[[str, list[int]], None]] = {
+    "workers": _write_commits,
+    "servers": _write_pushes,
+    "pairs": _write_steps,
+}
 
 
 def _replace(owner: type, name: str, method: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ from typing import final
 
 from paceline.engines.striking import SERVERS, Places
 from paceline.engines.striking.kinds import Who
-from paceline.running.chaos.program import AMONG_WORKERS, UNDER_SERVERS
+from paceline.running.chaos.program import PLACES, exchanges_with
 from paceline.strategies.traits import Traits
 
 
@@ -29,9 +29,8 @@ class Role:
 def roles_of(traits: Traits, *, is_elastic: bool, workers: int, at_least: int) -> tuple[Role, ...]:
     """Args: as `Campaign` has them; `is_elastic`: its runs are."""
     roles: list[Role] = []
-    if is_elastic and (traits.repeats_steps or traits.outlives_workers):  # of others it does not know their places
-        places = UNDER_SERVERS if traits.outlives_workers else AMONG_WORKERS
-        roles.append(Role("worker", places, workers - at_least))
+    if is_elastic and traits.survives:
+        roles.append(Role("worker", PLACES[exchanges_with(traits)], workers - at_least))
     if traits.num_replicas:
         roles.append(Role("server", SERVERS, traits.num_replicas, is_ended_silent=is_elastic))
     return tuple(roles)

@@ -8,19 +8,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
 
-from paceline.elastic import Elastic
+from paceline.elastic import Elastic, GlobalBatch
 from paceline.engines import striking
 from paceline.engines.ray.nodes import connected_to
 from paceline.engines.scripting import Script
 from paceline.engines.striking import hosts
 from paceline.running import launch
 from paceline.running.chaos import launcher
-from paceline.running.chaos.program import StruckProgram
+from paceline.running.chaos.program import StruckProgram, exchanges_with
 from paceline.running.chaos.schedule import Scene
 from paceline.strategies import name_of, settings_of
 from paceline.strategies.base import Strategy
 
-_DEADLINE_S = 60.0
+_DEADLINE_S, _PATIENCE_S = 60.0, 300.0
 SILENT_S = 10.0
 """Who is silent for so long is ended: far longer than a pause on a busy machine, and shorter than what is deadly."""
 _FOLDERS = ("calls", "struck", "committed", "pushed", "counted", "networks")
@@ -32,6 +32,8 @@ class Runs:
     """
     Args:
         at_least: workers that are left alive; none: the runs are not elastic, and no worker dies.
+        global_batch: of elastic runs.
+        start_deadline_s: how long workers and servers may take to start.
         out: a folder for all runs.
     """
 
@@ -39,6 +41,8 @@ class Runs:
     strategy: Strategy
     workers: int
     at_least: int | None
+    global_batch: GlobalBatch
+    start_deadline_s: float
     seed: int
     max_steps: int | None
     out: Path
@@ -56,6 +60,7 @@ class Runs:
                 max_steps=self.max_steps,
                 device="cpu",
                 deadline_s=_DEADLINE_S,
+                start_deadline_s=self.start_deadline_s,
                 out=folder / "out",
                 watcher=launch.Quiet(),
             )
@@ -65,7 +70,7 @@ class Runs:
     def _program(self) -> Script | StruckProgram:
         if self.at_least is None:
             return self.script
-        return StruckProgram(self.script, is_under_servers=self.strategy.traits.num_servers > 0)
+        return StruckProgram(self.script, exchanges_with(self.strategy.traits))
 
     def _elastic(self, scene: Scene) -> Elastic | None:
         if self.at_least is None:
@@ -73,7 +78,7 @@ class Runs:
         return Elastic(
             at_least=self.at_least,
             at_most=self.workers + scene.replacements + scene.num_grown,
-            global_batch="keep" if self.strategy.traits.when_elastic.lock_step else "grow",
+            global_batch=self.global_batch,
             deadline_s=SILENT_S,
             replacements=scene.replacements,
         )
@@ -87,6 +92,7 @@ class Runs:
             "--seed": self.seed,
             "--device": "cpu",
             "--deadline": _DEADLINE_S,
+            "--start-deadline": self.start_deadline_s,
             "--address": connected_to(),
             "--checkpoint-every": max(1, num_iterations // 10),
         }
@@ -95,7 +101,8 @@ class Runs:
         options = [part for setting in settings_of(self.strategy).items() for part in ("--option", "=".join(setting))]
         plain = [str(part) for setting in given.items() for part in setting]
         with _struck_in(folder):
-            launcher.run([self.script.path, *plain, *options, "--", *self.script.arguments], out=folder / "out")
+            arguments = [self.script.path, *plain, *options, "--", *self.script.arguments]
+            launcher.run(arguments, out=folder / "out", patience_s=_PATIENCE_S + self.start_deadline_s)
         return folder
 
     def _folder(self, name: str, scene: Scene) -> Path:

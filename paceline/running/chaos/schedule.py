@@ -11,11 +11,11 @@ from paceline.engines.striking import KINDS, SERVERS, Place, Strike, kinds_of
 from paceline.engines.striking.kinds import Who
 from paceline.errors import UsageError
 from paceline.running.chaos import launcher
-from paceline.running.chaos.program import AMONG_WORKERS, UNDER_SERVERS
+from paceline.running.chaos.program import PLACES
 from paceline.running.chaos.roles import Role
 
 _PLACES: Mapping[Who, Mapping[str, Place]] = {
-    "worker": {**AMONG_WORKERS.all, **UNDER_SERVERS.all},
+    "worker": {name: place for places in PLACES.values() for name, place in places.all.items()},
     "server": SERVERS.all,
     "launcher": launcher.PLACES,
 }

@@ -75,11 +75,11 @@ class AsynchronousGossip(Strategy):
         )
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
-        return _PairSynchronizer(self, context, replica)
+        return PairSynchronizer(self, context, replica)
 
 
 @final
-class _PairSynchronizer(Synchronizer):
+class PairSynchronizer(Synchronizer):
     """The parameters are what gradients are computed of, and `Pairing.model` what neighbours see. A step brings the
     two together."""
 

@@ -57,7 +57,8 @@ class GossipSynchronizer(Synchronizer):
         self._since = 0  # steps made when the last exchange ended
         self._exchanges = 0
         self._is_apart = False  # membership has changed; workers must regroup before the next exchange
-        self._agreed = torch.zeros(1, dtype=torch.int64)
+        self._has_sent_all = False  # the last exchange went without the codec, since somebody leaves
+        self._agreed = torch.zeros(1 if strategy.codec is None else 2, dtype=torch.int64)
         if context.recovery is not None:
             context.recovery.last_result = lambda: to_frames([self._agreed])
 
@@ -105,6 +106,10 @@ class GossipSynchronizer(Synchronizer):
     @property
     def timings(self) -> tuple[Timing, ...]:
         return (*self._links.timings, self._coding)
+
+    @property
+    def owes(self) -> bool:
+        return self._choice.present is not None and not self._has_sent_all
 
     def set_weight(self, weight: float) -> None:
         self._has_samples = weight > 0
@@ -167,27 +172,42 @@ class GossipSynchronizer(Synchronizer):
 
     def _commit(self, recovery: Recovery, steps: int) -> None:
         """Exchange until nobody dies in it or joins, each time among those who are there, and mix when all have what
-        they need for it. Local steps stay as they were made. `steps`: that all have made until then, if known here."""
+        they need for it. Local steps stay as they were made. `steps`: that all have made until then, if known here.
+
+        Where somebody is to leave, all send their models once more, as they are: what neighbours do not know yet of
+        whoever leaves they would never hear."""
         lost: set[int] = set()
+        self._has_sent_all = False
         self._is_apart = self._is_apart or recovery.has_given
         while True:
             try:
                 if self._is_apart:
                     self.rejoin(recovery.regroup())
-                lost = self._received()
-                agreed = torch.tensor([steps])
-                self.context.collective.all_reduce(agreed, op="max").wait()
+                lost, agreed = self._received(), self._all_have_come(steps)
+                if self._choice.present is not None and agreed[1]:
+                    self._mixer, self._has_sent_all = self._plain_mixer(), True
+                    lost, agreed = self._received(), self._all_have_come(steps)
                 self._choice.look()
                 break
             except PeerLost:
-                self._is_apart = True
+                self._is_apart, self._has_sent_all = True, False
             except ResultHandedOn as handed:  # the others have mixed, since this worker, too, had received everything
-                agreed = torch.zeros(1, dtype=torch.int64)
+                agreed = torch.zeros_like(self._agreed)
                 from_frames(handed.frames, [agreed])
                 break
         self._agreed = agreed
         self._mix(lost)
+        if self._has_sent_all:
+            self._mixer = self._mixer_with(self._choice.present)
         recovery.commit()
+
+    def _all_have_come(self, steps: int) -> Tensor:
+        """The steps that all have made, and, where something is coded, whether somebody is to leave."""
+        reform = self.context.reform
+        leaves = reform is not None and reform.is_asked_to_leave
+        agreed = torch.tensor([steps, int(leaves)][: len(self._agreed)])
+        self.context.collective.all_reduce(agreed, op="max").wait()
+        return agreed
 
     def _count(self, *, exchanged: bool) -> None:
         """A step is over. Where workers come and go, it counts with the exchange after it; all pause there alone."""
@@ -209,7 +229,7 @@ class GossipSynchronizer(Synchronizer):
         """With the parameters that another worker had when the others' round began."""
         assert self.context.recovery is not None
         self._commit(self.context.recovery, 0)
-        self._steps = int(self._agreed)
+        self._steps = int(self._agreed[0])
         self._count(exchanged=True)
         self._take_up_codec()
         self._start_early()

@@ -17,6 +17,9 @@ A server that has no copy yet gets one from the last of the chain (`Chain.newcom
 entry from there on. Nobody waits for the newcomer until it has said that it has what was there when it began, and it is
 behind the others once it has all that came meanwhile (`Copied`): then the launcher has the chain end with it. The last
 one begins when nothing that it has can be lost with it: workers give again what was not closed, but dead ones do not.
+
+Rows of tables may be more than memory holds. They go in pieces, the next one when the newcomer has the one before; of
+updates that come meanwhile it gets, in their place among the entries, what they have left of their rows (`Giving`).
 """
 
 from collections import deque
@@ -27,12 +30,14 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
+from paceline.errors import PacelineError
 from paceline.messages import MORE, Kind, Message, WireError
 from paceline.server import entries
 from paceline.server.actions import Action, Send
 from paceline.server.chains import Chain
 from paceline.server.closing import Closed
 from paceline.server.server_core import ServerCore
+from paceline.server.tables.giving import Giving
 from paceline.server.tables.shards import RowUpdate
 
 
@@ -64,8 +69,14 @@ CopyAction = Action | ToServer | Said | Copied
 @dataclass
 class _Newcomer:
     server: int
+    attempt: int = 0
+    """Which it says with all that it says."""
     began_at: int = -1
     """The last entry that is part of what it was given; below 0: it was given nothing yet."""
+    giving: Giving | None = None
+    """Until it has all rows that were there when it began."""
+    num_pieces: int = 0
+    """Of them, that it was given."""
     waits_from: int | None = None
     """Entries after this one wait for its word, too, since it has what it was given."""
     is_there: bool = False
@@ -94,7 +105,10 @@ class Replication:
     ) -> None:
         self._core, self._server, self._chain, self._reach = core, server, chain, reach
         self._is_new, self._lacks_memory = is_new, False
+        self._has_failed = False  # to become a copy
+        self._said: dict[str, int] = {}  # a newcomer's, with all that it says
         self._newcomer: _Newcomer | None = None
+        self._num_attempts = 0
         self._attached: dict[int, Message] = {}  # by worker, the last entry that says how it is reached
         self._number = self._acknowledged = 0  # of the last entry that is part of this copy, and of all after it
         self._unacknowledged: deque[Message] = deque()
@@ -160,7 +174,7 @@ class Replication:
             self._change.clear()
         is_last = chain.after(self._server) is None
         if self._newcomer is not None and not (is_last and chain.newcomer == self._newcomer.server):
-            self._newcomer = None
+            self._forget_newcomer()
         if is_last and self._newcomer is None:
             self._unacknowledged.clear()
             if chain.newcomer not in (None, self._server):
@@ -200,12 +214,28 @@ class Replication:
             self._new.append(entries.of_rows(self._core.tables, updates))
 
     def _take(self, entry: Message) -> Iterator[CopyAction]:
-        """An entry of the copy before. One of a later epoch comes from who was told of the new chain earlier."""
-        if self.is_head or entry.epoch < self._core.epoch:
+        """An entry of the copy before. One of a later epoch comes from who was told of the new chain earlier; one of an
+        epoch before counts if it comes from who is before this server still."""
+        if self.is_head or self._has_failed:
+            return
+        if entry.epoch < self._core.epoch and entry.sender != self._chain.before(self._server):
             return  # of one that is taken for dead
-        self._core.epoch = entry.epoch
+        self._core.epoch = max(self._core.epoch, entry.epoch)
+        try:
+            yield from self._take_in(entry)
+        except PacelineError as error:
+            if self._chain.newcomer != self._server:
+                raise
+            self._has_failed = True  # what else this server has is none the worse
+            yield Copied(self._chain, str(error))
+
+    def _take_in(self, entry: Message) -> Iterator[CopyAction]:
         if self._is_new:
             yield from self._take_whole(entry)
+        elif entries.is_piece(entry):
+            entries.apply(entry, self._core, self._gradients, self._note_reach)
+            self._said["pieces"] += 1
+            yield from self._acknowledge(self._number)
         elif entry.clock == self._number + len(self._change) + 1:
             self._change.append(entry)
             if not entry.flags & MORE:
@@ -229,8 +259,10 @@ class Replication:
 
     def _take_whole(self, entry: Message) -> Iterator[CopyAction]:
         """Of all that the copy before has: every entry has the number of the last one that is part of it."""
-        if entries.begins_whole(entry):
+        attempt = entries.attempt_of(entry)
+        if attempt is not None:
             self._change.clear()
+            self._said = {"attempt": attempt, "pieces": 0}
         elif not self._change:
             return  # of an attempt before this one
         self._change.append(entry)
@@ -240,44 +272,67 @@ class Replication:
         for each in change:
             self._repeat(each)
         if self._lacks_memory:
-            yield Copied(self._chain, "a worker died just then")
-        else:
-            self._is_new = False
-            yield from self._acknowledge(self._number)
+            raise WireError("a worker died just then")
+        self._is_new = False
+        yield from self._acknowledge(self._number)
 
     def _welcome(self) -> Iterator[CopyAction]:
         """Give the newcomer all that is here, if it is still to be given that, and all of it can be."""
         newcomer = self._newcomer
         if newcomer is None or newcomer.began_at >= 0 or not self._core.can_be_copied:
             return
+        self._num_attempts += 1
         try:
-            whole = entries.of_whole(self._core, map(replace, self._attached.values()))
+            whole = entries.of_whole(self._core, map(replace, self._attached.values()), attempt=self._num_attempts)
         except WireError as error:
             self._newcomer = None
             yield Copied(self._chain, str(error))
             return
-        newcomer.began_at = self._number
+        newcomer.attempt, newcomer.began_at = self._num_attempts, self._number
+        if self._core.tables.are_open:
+            newcomer.giving = self._core.tables.give()
+            whole.append(entries.of_states(newcomer.giving.changes()))
         for entry in whole:
             entry.clock, entry.flags = self._number, MORE if entry is not whole[-1] else 0
             yield self._forward(entry)
 
     def _hear(self, message: Message) -> Iterator[CopyAction]:
         """The copies after this one have all entries up to this."""
+        newcomer = self._newcomer
         if message.sender != self._next:
             return
+        if newcomer is not None and message.body.get("attempt") != newcomer.attempt:
+            return  # of one before
         while self._unacknowledged and self._unacknowledged[0].clock <= message.clock:
             self._unacknowledged.popleft()
-        newcomer = self._newcomer
         if newcomer is None:
             yield from self._acknowledge(message.clock)
             return
         if newcomer.waits_from is None:
+            if message.body.get("pieces") != newcomer.num_pieces:
+                return  # it has yet to get the one that is on its way
+            piece = None if newcomer.giving is None else newcomer.giving.piece()
+            if piece is not None:
+                newcomer.num_pieces += 1
+                yield self._forward(entries.of_piece(piece))
+                return
+            self._end_giving(newcomer)
             newcomer.waits_from = self._number
         if message.clock > self._acknowledged:
             yield from self._acknowledge(message.clock)
         if message.clock >= newcomer.waits_from and not newcomer.is_there:
             newcomer.is_there = True
             yield Copied(self._chain)
+
+    def _forget_newcomer(self) -> None:
+        if self._newcomer is not None:
+            self._end_giving(self._newcomer)
+        self._newcomer = None
+
+    def _end_giving(self, newcomer: _Newcomer) -> None:
+        if newcomer.giving is not None:
+            newcomer.giving.close()
+        newcomer.giving = None
 
     @property
     def _next(self) -> int | None:
@@ -286,6 +341,9 @@ class Replication:
         return newcomer.server if newcomer is not None and newcomer.began_at >= 0 else after
 
     def _hand_on(self, entry: Message) -> Iterator[CopyAction]:
+        giving = None if self._newcomer is None else self._newcomer.giving
+        if giving is not None and entries.is_of_rows(entry):
+            entry = replace(entries.of_states(giving.changes()), clock=entry.clock, flags=entry.flags)
         if self._next is not None:
             self._unacknowledged.append(entry)
             yield self._forward(entry)
@@ -297,7 +355,8 @@ class Replication:
         if self.is_head:
             yield from self._release()
         else:
-            said = Message(Kind.REPLICATED, self._core.epoch, sender=self._server, clock=self._acknowledged)
+            said = Message(Kind.REPLICATED, self._core.epoch, sender=self._server, body={**self._said})
+            said.clock = self._acknowledged
             yield ToServer(_required(self._chain.before(self._server)), said)
 
     def _forward(self, entry: Message) -> ToServer:

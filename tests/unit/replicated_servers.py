@@ -22,7 +22,9 @@ from paceline.server.actions import Send, Updated
 from paceline.server.admission import BulkSynchronous, StaleSynchronous
 from paceline.server.chains import Chain, Chains, from_body, to_body
 from paceline.server.client_core import ClientCore
+from paceline.server.coded_push import PushCoding
 from paceline.server.conversation import Conversation, hear
+from paceline.server.part import Part
 from paceline.server.part_state import states_of
 from paceline.server.ranges import cut
 from paceline.server.replication import Copied, CopyAction, Replication, Said, ToServer
@@ -73,7 +75,9 @@ class Net:
         seed: int,
         outlives_workers: bool = False,
         worker_hosts: Sequence[str] = (),
+        coding: Sequence[PushCoding] = (),
     ) -> None:
+        """`coding`: of what each worker pushes; none: it goes as it is."""
         self.chains = Chains.first(hosts, replicas=replicas, epoch=EPOCH)
         self.hosts, self.random = hosts, random.Random(seed)
         self.deaths: dict[int, Death] = {}
@@ -91,7 +95,7 @@ class Net:
         self.worker_hosts = list(worker_hosts) or [hosts[rank % len(hosts)] for rank in range(num_workers)]
         self.outlives_workers, is_apart = outlives_workers, len(set(hosts)) > 1
         self.copies: dict[tuple[int, int], tuple[ServerCore, Replication]] = {}
-        self.specs = [
+        self.server_specs = [
             ServerSpec(
                 LAYOUT,
                 pieces,
@@ -100,6 +104,7 @@ class Net:
                 None,
                 outlives_workers=outlives_workers,
                 is_copied_apart=is_apart,
+                codec=coding[0].codec if coding else None,
             )
             for pieces in ranges
         ]
@@ -125,6 +130,7 @@ class Net:
                     parameters=parameters,
                     gradients=gradients,
                     bodies=[{"server": server} for server in self.heads[rank]],
+                    coding=coding[rank] if coding else None,
                 ),
             )
             self.run()
@@ -135,7 +141,7 @@ class Net:
 
     def build(self, server: int, chain: Chain) -> None:
         core = ServerCore(index=chain.key_range, epoch=chain.epoch)
-        spec = self.specs[chain.key_range]
+        spec = self.server_specs[chain.key_range]
         core.configure(replace(spec, rule=spec.rule.for_another_shard()))
         reach, is_new = partial(self.attach_copy, server, chain.key_range), server == chain.newcomer
         copy = Replication(core, server=server, chain=chain, reach=reach, is_new=is_new)
@@ -188,6 +194,9 @@ class Net:
             self.serve(source, number, key_range, Message.decode(item, epoch=None))
 
     def serve(self, source: str, server: int, key_range: int, message: Message) -> None:
+        if (server, key_range) not in self.copies:
+            assert source[0] == "s", "it has been dropped, which no worker has heard of"
+            return
         core, copy = self.copies[server, key_range]
         if message.kind is Kind.ATTACH:
             worker = int(source[1:])
@@ -248,6 +257,10 @@ class Net:
         for server in (*chain.servers, chain.newcomer):
             if server is not None:
                 self.put("launcher", f"s{server}", chain.key_range, to_body(chain))
+        for server, key_range in list(self.copies):
+            has_failed = server not in (*chain.servers, chain.newcomer, *self.dead)
+            if key_range == chain.key_range and has_failed:  # to become a copy
+                self.copies.pop((server, key_range))[0].close()
 
     def restore(self, key_range: int, copied: Copied | None) -> None:
         """As the launcher does by and by, and when it hears of a new copy."""
@@ -274,7 +287,8 @@ class Net:
                 client = self.clients[number]
                 self.ask(number, client.moved(chain.key_range, epoch=chain.epoch, is_beside=is_beside, body={}))
             return
-        self.do(number, chain.key_range, self.copies[number, chain.key_range][1].reform(chain))
+        if (number, chain.key_range) in self.copies:
+            self.do(number, chain.key_range, self.copies[number, chain.key_range][1].reform(chain))
         if chain.head == number:
             for worker in range(len(self.clients)):
                 self.put("launcher", f"w{worker}", chain.key_range, item)
@@ -295,6 +309,7 @@ class Net:
                 if is_asking[worker] and client.is_done:
                     client.require_done()
                     reply = client.reply()
+                    client.settle(reply)
                     assert reply.admitted
                     assert min(reply.staleness) >= 0
                     is_asking[worker], steps[worker] = False, steps[worker] + 1
@@ -304,7 +319,9 @@ class Net:
                     for parameter, gradient in zip(parameters, gradients, strict=True):
                         gradient.copy_(power if is_exact else torch.cos(parameter + power))
                     groups = ({"lr": 0.1 / (1 + steps[worker])},) if not is_exact and worker == 0 else None
-                    self.ask(worker, client.exchange(Push(pause_at=FOREVER, groups=groups)))
+                    push = Push(pause_at=FOREVER, groups=groups)
+                    client.encode(push)
+                    self.ask(worker, client.exchange(push))
                     is_asking[worker] = True
                 if not is_asking[worker] and steps[worker] == num_steps:
                     self.ask(worker, client.leave())
@@ -320,6 +337,10 @@ class Net:
 
     def parameters(self, server: int, key_range: int) -> list[Tensor]:
         return [tensor for part in self.copies[server, key_range][0].parts for tensor in part.shard.parameters]
+
+    def parts_of(self, key_range: int) -> list[Part]:
+        """Of whoever serves it."""
+        return self.copies[self.chains.chains[key_range].head, key_range][0].parts
 
     def assert_copies_are_equal(self) -> None:
         for chain in self.chains.chains:
@@ -345,16 +366,19 @@ class Net:
         told = [(record.server, record.worker, record.clock) for record in self.records]
         assert len(told) == len(set(told))
 
-
-@final
-class Restored(Net):
-    copies_anew = True
-
     def assert_none_is_lacking(self) -> None:
+        """And what was to become a copy, and has not, is gone."""
         left = len(self.hosts) - len(self.dead)
         for chain in self.chains.chains:
             assert len(chain.servers) == min(left, self.chains.replicas + 1)
             assert chain.newcomer is None
+            built = {server for server, key_range in self.copies if key_range == chain.key_range}
+            assert built - self.dead == {*chain.servers}
+
+
+@final
+class Restored(Net):
+    copies_anew = True
 
 
 DEATHS = st.builds(Death, st.integers(0, 2), st.integers(1, 50), st.integers(0, 3))

@@ -9,6 +9,8 @@ import zmq
 from paceline.comm.wire import Caller, Keys
 from paceline.messages import Message, Raw
 
+_START = b"server-"
+
 
 class _Way(NamedTuple):
     to: int
@@ -65,4 +67,9 @@ class NextCopies:
 @functools.lru_cache
 def identity_of_server(server: int, key_range: int) -> bytes:
     """A server's name on the socket of the next one of that key range's chain."""
-    return f"server-{server}@{key_range}".encode()
+    return _START + f"{server}@{key_range}".encode()
+
+
+def is_of_server(identity: bytes) -> bool:
+    """Whether this is such a name."""
+    return identity.startswith(_START)

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import zmq
 
-from paceline.comm.servers.copies import NextCopies, identity_of_server
+from paceline.comm.servers.copies import NextCopies, identity_of_server, is_of_server
 from paceline.comm.servers.holding import Holding, Say, key_range_of
 from paceline.comm.servers.line import Bell, BellAddress
 from paceline.comm.wire import Keys, Listener
@@ -119,6 +119,10 @@ class ParameterService:
         if error is not None:
             raise error
 
+    def drop(self, key_range: int) -> None:
+        """Let go of what was to become a copy of this key range, if it is there; called from another thread."""
+        self._sent_on_errand(lambda say: say(self._drop(key_range)))
+
     def spec_of(self, key_range: int) -> ServerSpec:
         """Return what another server builds a copy of this key range by, of which this one has a copy."""
         spec = self._specs[key_range]
@@ -129,10 +133,7 @@ class ParameterService:
             holding = self._first
             holding.configure(spec, has_copies=True)
         else:
-            before = self._copies.pop(chain.key_range, None)
-            if before is not None:  # which has not become a copy
-                self._holdings.remove(before)
-                before.close()
+            self._drop(chain.key_range)
             holding = Holding(
                 index=chain.key_range,
                 number=0,
@@ -142,13 +143,27 @@ class ParameterService:
                 is_copy=True,
                 on_copied=self._on_copied,
             )
-            holding.configure(spec, has_copies=True)
+            try:
+                holding.configure(spec, has_copies=True)
+            except BaseException:
+                holding.close()
+                raise
             self._add(holding, spec)
         self._specs[chain.key_range] = spec
         holding.replicate(chain, server=self._index, send_on=self._next_copies.send)
         self._copies[chain.key_range] = holding
         for server in chain.servers:
             self._copies_before[identity_of_server(server, chain.key_range)] = holding, server
+
+    def _drop(self, key_range: int) -> None:
+        holding = self._copies.pop(key_range, None)
+        if holding is None:
+            return
+        self._holdings.remove(holding)
+        del self._specs[key_range]
+        self._asked = {identity: each for identity, each in self._asked.items() if each is not holding}
+        self._copies_before = {name: each for name, each in self._copies_before.items() if each[0] is not holding}
+        holding.close()
 
     def reform(self, chain: Chain) -> None:
         """A chain that this server is in has changed; callable from any thread."""
@@ -246,9 +261,10 @@ class ParameterService:
         if asked is None:
             return
         identity, frames = asked
-        if identity in self._copies_before:
-            copy, server = self._copies_before[identity]
-            copy.handle_copy(server, frames)
+        if is_of_server(identity):
+            copy, server = self._copies_before.get(identity, (None, 0))
+            if copy is not None:  # else it has been dropped
+                copy.handle_copy(server, frames)
             return
         holding = self._asked.get(identity) or self._holding_of(key_range_of(identity, self._index))
         if identity in holding.neighbours:
@@ -256,6 +272,9 @@ class ParameterService:
         holding.handle(identity, frames)
 
     def _reform(self, chain: Chain) -> None:
-        self._copies[chain.key_range].reform(chain)
+        copy = self._copies.get(chain.key_range)
+        if copy is None:
+            return  # it has been dropped since
+        copy.reform(chain)
         if chain.head == self._index:
             self._on_serving(chain)

@@ -123,16 +123,21 @@ def of_let_in(worker: int, clock: int) -> Message:
     return _entry({"what": _LET_IN, "worker": worker, "at": clock})
 
 
-def of_whole(core: ServerCore, attached: Iterable[Message], *, attempt: int) -> list[Message]:
-    """All that a fresh copy is to know but for rows of tables, one entry after the other.
+def of_whole(
+    core: ServerCore, attached: Iterable[Message], *, attempt: int = 0, rows_follow: bool = False
+) -> list[Message]:
+    """All that a fresh copy is to know, one entry after the other.
 
     Args:
         attached: what `of_attached` has given, of each worker the last.
         attempt: counts how often the core was to be copied.
+        rows_follow: those of tables are no part of it.
 
     Raises:
         WireError: some of it cannot be sent.
     """
+    if core.tables.are_open and not rows_follow:
+        raise WireError("rows of tables do not go with all else")
     shards = [
         _entry({"what": _SHARD, **standing.to_body(part.shard.standing())}, shard=index, tensors=part.shard.parameters)
         for index, part in enumerate(core.parts)

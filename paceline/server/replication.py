@@ -283,7 +283,8 @@ class Replication:
             return
         self._num_attempts += 1
         try:
-            whole = entries.of_whole(self._core, map(replace, self._attached.values()), attempt=self._num_attempts)
+            attached = map(replace, self._attached.values())
+            whole = entries.of_whole(self._core, attached, attempt=self._num_attempts, rows_follow=True)
         except WireError as error:
             self._newcomer = None
             yield Copied(self._chain, str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -158,11 +159,12 @@ def test_what_was_to_become_a_copy_is_dropped_and_another_becomes_one(is_here: b
             assert lacking.newcomer is not None
             newcomer = servers.services[lacking.newcomer]
             servers.build(lacking)
-            newcomer.drop(lacking.key_range)
+            newcomer.reform(replace(lacking, newcomer=None))
             servers.change(lacking)
             train(lacking.key_range)
-            with pytest.raises(KeyError):
-                newcomer.spec_of(lacking.key_range)
+            while not servers.copied:
+                time.sleep(0.01)
+            assert servers.copied.pop().why_not == "what was built for it is no more"
             servers.change(replace(lacking, newcomer=None))
             servers.build(lacking)
             servers.change(lacking)

@@ -1,6 +1,7 @@
 """A server's connections to those that hold the next copy of what it has."""
 
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, final
 
@@ -8,8 +9,6 @@ import zmq
 
 from paceline.comm.wire import Caller, Keys
 from paceline.messages import Message, Raw
-
-_START = b"server-"
 
 
 class _Way(NamedTuple):
@@ -67,9 +66,11 @@ class NextCopies:
 @functools.lru_cache
 def identity_of_server(server: int, key_range: int) -> bytes:
     """A server's name on the socket of the next one of that key range's chain."""
-    return _START + f"{server}@{key_range}".encode()
+    return f"server-{server}@{key_range}".encode()
 
 
-def is_of_server(identity: bytes) -> bool:
-    """Whether this is such a name."""
-    return identity.startswith(_START)
+@functools.lru_cache
+def server_of(identity: bytes) -> int | None:
+    """Whose name `identity_of_server` gives this is; none: it is none of these."""
+    found = re.fullmatch(rb"server-(\d{1,9})@\d+", identity)
+    return int(found[1]) if found else None

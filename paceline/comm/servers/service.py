@@ -9,7 +9,7 @@ from typing import Any, final
 
 import zmq
 
-from paceline.comm.servers.copies import NextCopies, identity_of_server, is_of_server
+from paceline.comm.servers.copies import NextCopies, server_of
 from paceline.comm.servers.holding import Holding, Say, key_range_of
 from paceline.comm.servers.line import Bell, BellAddress
 from paceline.comm.wire import Keys, Listener
@@ -58,13 +58,12 @@ class ParameterService:
         self._poller = zmq.Poller()
         self._next_copies = NextCopies(keys, server=index, poller=self._poller)
         self._copies: dict[int, Holding] = {}  # by key range, of those that have copies
-        self._copies_before: dict[bytes, tuple[Holding, int]] = {}  # by the identity of the server that has the other
         self._changed: deque[Chain] = deque()
         self._specs: dict[int, ServerSpec] = {}  # by key range, of those that have copies
         send = self._listener.send
         self._first = Holding(index=index, number=0, epoch=epoch, reporter=reporter, send=send, on_copied=on_copied)
         self._holdings = [self._first]
-        self._asked: dict[bytes, Holding] = {}  # by the identity of who asks, if that is not the first
+        self._asked: dict[bytes, Holding] = {}  # by the identity of who asks, of the run's other optimizers
         self._errands: deque[tuple[Callable[[Say], None], Future[Any]]] = deque()
         self._is_stopping = False
 
@@ -89,7 +88,8 @@ class ParameterService:
                 send=self._listener.send,
             )
             holding.configure(spec)
-            self._add(holding, spec)
+            self._asked |= {holding.identity_of(rank): holding for rank in spec.rule.members.ranks}
+            self._holdings.append(holding)
         else:
             self._first.configure(spec)
 
@@ -119,10 +119,6 @@ class ParameterService:
         if error is not None:
             raise error
 
-    def drop(self, key_range: int) -> None:
-        """Let go of what was to become a copy of this key range, if it is there; called from another thread."""
-        self._sent_on_errand(lambda say: say(self._drop(key_range)))
-
     def spec_of(self, key_range: int) -> ServerSpec:
         """Return what another server builds a copy of this key range by, of which this one has a copy."""
         spec = self._specs[key_range]
@@ -133,7 +129,7 @@ class ParameterService:
             holding = self._first
             holding.configure(spec, has_copies=True)
         else:
-            self._drop(chain.key_range)
+            self._let_drop(chain.key_range)  # what has not become a copy
             holding = Holding(
                 index=chain.key_range,
                 number=0,
@@ -148,25 +144,20 @@ class ParameterService:
             except BaseException:
                 holding.close()
                 raise
-            self._add(holding, spec)
+            self._holdings.append(holding)
         self._specs[chain.key_range] = spec
         holding.replicate(chain, server=self._index, send_on=self._next_copies.send)
         self._copies[chain.key_range] = holding
-        for server in chain.servers:
-            self._copies_before[identity_of_server(server, chain.key_range)] = holding, server
 
-    def _drop(self, key_range: int) -> None:
-        holding = self._copies.pop(key_range, None)
-        if holding is None:
-            return
-        self._holdings.remove(holding)
-        del self._specs[key_range]
-        self._asked = {identity: each for identity, each in self._asked.items() if each is not holding}
-        self._copies_before = {name: each for name, each in self._copies_before.items() if each[0] is not holding}
-        holding.close()
+    def _let_drop(self, key_range: int) -> None:
+        """This server has no copy of it, and is to get none."""
+        if key_range in self._copies:
+            holding = self._copies.pop(key_range)
+            self._holdings.remove(holding)
+            holding.close()
 
     def reform(self, chain: Chain) -> None:
-        """A chain that this server is in has changed; callable from any thread."""
+        """A chain that this server is in, or was, has changed; callable from any thread."""
         self._changed.append(chain)
         self._bell.ring()
 
@@ -205,10 +196,6 @@ class ParameterService:
         while self._errands:
             errand, future = self._errands.popleft()
             errand(future.set_result)
-
-    def _add(self, holding: Holding, spec: ServerSpec) -> None:
-        self._asked |= {holding.identity_of(rank): holding for rank in spec.rule.members.ranks}
-        self._holdings.append(holding)
 
     def serve(self) -> None:
         """Answer requests until `stop` is called. Raises what an update raised; then nothing is served any more."""
@@ -261,10 +248,11 @@ class ParameterService:
         if asked is None:
             return
         identity, frames = asked
-        if is_of_server(identity):
-            copy, server = self._copies_before.get(identity, (None, 0))
-            if copy is not None:  # else it has been dropped
-                copy.handle_copy(server, frames)
+        copy_before = server_of(identity)
+        if copy_before is not None:
+            copy = self._copies.get(key_range_of(identity, self._index))
+            if copy is not None:  # else it has been let drop
+                copy.handle_copy(copy_before, frames)
             return
         holding = self._asked.get(identity) or self._holding_of(key_range_of(identity, self._index))
         if identity in holding.neighbours:
@@ -272,9 +260,11 @@ class ParameterService:
         holding.handle(identity, frames)
 
     def _reform(self, chain: Chain) -> None:
-        copy = self._copies.get(chain.key_range)
-        if copy is None:
-            return  # it has been dropped since
-        copy.reform(chain)
-        if chain.head == self._index:
-            self._on_serving(chain)
+        if self._index not in (*chain.servers, chain.newcomer):
+            self._let_drop(chain.key_range)
+        elif chain.key_range not in self._copies:  # it was let drop when another attempt had failed
+            self._on_copied(Copied(chain, "what was built for it is no more"))
+        else:
+            self._copies[chain.key_range].reform(chain)
+            if chain.head == self._index:
+                self._on_serving(chain)

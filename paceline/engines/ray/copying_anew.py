@@ -11,7 +11,8 @@ from ray.exceptions import RayError
 
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.members import last_line
-from paceline.server.chains import Chain, Chains, from_body
+from paceline.messages import Kind
+from paceline.server.chains import Chain, Chains, from_body, to_body
 
 _ATTEMPTS = 5
 _AGAIN_S = 1.0
@@ -47,8 +48,6 @@ class CopyingAnew:
     ) -> None:
         self._controller, self._chains, self._change, self._say = controller, chains, change, say
         self._building: _Building | None = None
-        self._built: dict[int, int] = {}  # by key range: who has built what is not a copy yet
-        self._dropping: list[Any] = []
         self._since_s: dict[int, float] = {}  # by key range that has a newcomer
         self._failures: Counter[tuple[int, tuple[int, ...]]] = Counter()  # by key range, and who has copies of it
         self._not_before_s = 0.0
@@ -56,14 +55,13 @@ class CopyingAnew:
     def turn(self, servers: Mapping[str, Any]) -> None:
         """To be called while all key ranges are served. `servers`: the actors of those that live."""
         self._hear()
-        self._drop_failed(servers)
         if self._building is None:
             self._begin(servers)
         elif ray.wait([self._building.future], timeout=0)[0]:
             self._end_building(self._building)
 
     def _begin(self, servers: Mapping[str, Any]) -> None:
-        if not self._chains().dead or time.monotonic() < self._not_before_s or self._dropping:
+        if not self._chains().dead or time.monotonic() < self._not_before_s:
             return
         for chain in self._chains().lacking():
             newcomer, last = f"server-{chain.newcomer}", f"server-{chain.servers[-1]}"
@@ -76,28 +74,17 @@ class CopyingAnew:
     def _end_building(self, building: _Building) -> None:
         chain, _, self._since_s[building.chain.key_range] = building
         self._building = None
-        if chain.newcomer is not None:
-            self._built[chain.key_range] = chain.newcomer
         try:
             ray.get(building.future)
         except RayError as error:
             self._fail(chain, last_line(error))
             return
-        if self._chains().chains[chain.key_range] == replace(chain, newcomer=None):  # else it has changed meanwhile
+        now = self._chains().chains[chain.key_range]
+        if now == replace(chain, newcomer=None):
             self._controller.event("copying", f"server-{chain.newcomer}", key_range=chain.key_range)
             self._change(chain)
-
-    def _drop_failed(self, servers: Mapping[str, Any]) -> None:
-        """What was built for an attempt that has failed goes, before there is another one."""
-        for key_range, server in list(self._built.items()):
-            chain, name = self._chains().chains[key_range], f"server-{server}"
-            if server == chain.newcomer:
-                continue
-            del self._built[key_range]
-            if server not in chain.servers and name in servers:
-                self._dropping.append(servers[name].drop.remote(key_range))
-        if self._dropping:
-            _, self._dropping = ray.wait(self._dropping, num_returns=len(self._dropping), timeout=0)
+        else:  # what was built is for nothing
+            self._controller.tell(f"server-{chain.newcomer}", Kind.CHAIN, **to_body(now))
 
     def _hear(self) -> None:
         """Take in what has become of newcomers."""

@@ -63,10 +63,6 @@ class ServerActor:
         """Have the service build what is to become a copy, as this server is the chain's newcomer."""
         self._built.replicate_anew(spec, chain)
 
-    def drop(self, key_range: int) -> None:
-        """As `ParameterService.drop`."""
-        self._built.drop(key_range)
-
     def spec_of(self, key_range: int) -> ServerSpec:
         """Return what another server builds a copy of this key range by."""
         return self._built.spec_of(key_range)

@@ -3,6 +3,7 @@ ranges from then on, and has others given copies in its place."""
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import final
 
 from paceline.engines.ray.controller import Controller
@@ -75,7 +76,8 @@ class Takeover:
         """This server's process has ended: have the next ones of its chains go on."""
         server, now_s = int(name.partition("-")[2]), time.monotonic()
         served = [chain.key_range for chain in self.chains.chains if chain.servers[0] == server]
-        self.chains, changed = self.chains.died(server)
+        after, changed = self.chains.died(server)
+        self.chains = replace(self.chains, dead=after.dead)
         process, left, why = self._pids[name], len(self.chains.chains) - len(self.chains.dead), self._why(name)
         self._controller.event("server_lost", name, process=process, why=why, key_ranges=served, left=left)
         self._say(f"server {server} (process {process}) is lost: {why}; servers left: {left}")
@@ -86,11 +88,12 @@ class Takeover:
             self._change(chain)
 
     def _change(self, chain: Chain) -> None:
-        """From here on this is the chain of its key range."""
+        """From here on this is the chain of its key range, as those in it are told, and those that were."""
+        before = self.chains.chains[chain.key_range]
         self.chains = self.chains.changed(chain)
-        for server in (*chain.servers, chain.newcomer):
-            if server is not None:
-                self._controller.tell(f"server-{server}", Kind.CHAIN, **to_body(chain))
+        told = {*before.servers, *chain.servers, before.newcomer, chain.newcomer} - {None, *self.chains.dead}
+        for server in told:
+            self._controller.tell(f"server-{server}", Kind.CHAIN, **to_body(chain))
 
     def _hear(self) -> None:
         """Take in which servers have taken over, and send workers there."""

@@ -211,7 +211,7 @@ class Net:
 
     def attach_copy(self, server: int, key_range: int, message: Message) -> bool:
         """As a copy does that another one tells of this worker."""
-        is_beside = self.is_beside(message.sender, server)
+        is_beside = self.is_beside(message.sender, server) and len(set(self.hosts)) == 1  # else copies read no memory
         gradients = self.buffers[message.sender][1] if is_beside else None
         self.copies[server, key_range][0].attach(message, gradients=gradients, parameters=None, is_beside=is_beside)
         return True

@@ -35,7 +35,7 @@ from tests.unit.replicated_servers import (
 from tests.unit.test_coded_pushes_outlived import Coarse
 from tests.unit.test_outlived_by_copies import JOINER, NUM_WORKERS, POINTS, STEPS, WITH_A_SERVER, Places
 
-QUICK = settings(max_examples=20, deadline=None)
+QUICK = settings(max_examples=10, deadline=None)
 TOTAL = 2.0 ** (3 * NUM_STEPS) - 1
 """Of all gradients, each of which is a power of two."""
 
@@ -213,7 +213,7 @@ def require_all_is_sent_or_owed(
         assert {float(each) for view in LAYOUT.views(left) for each in view} <= {0.0, float(whole % 4)}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rule=st.sampled_from(["asp", "ssp", "bsp"]),
     places=st.sampled_from(sorted(outlived.PLACES)),
@@ -231,7 +231,7 @@ def test_a_worker_and_a_server_die(
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     rule=st.sampled_from(["asp", "ssp"]),
     places=st.sampled_from(sorted(outlived.PLACES)),

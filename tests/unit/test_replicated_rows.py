@@ -70,7 +70,7 @@ class RowsNet(Net):
         self.deaths = {death.server: death for death in deaths}
 
     def put(self, source: str, target: str, key_range: int, item: Any) -> None:
-        if source != "launcher":
+        if "launcher" not in (source, target):
             message = Message.decode(item, epoch=None)
             if message.kind is Kind.REPLICATE and message.body["what"] == "rows":
                 self.rows_bytes[0] += message.tensor_bytes
@@ -288,9 +288,9 @@ SOME_DEATHS = st.lists(
     unique_by=lambda death: death.server,
 )
 ALL_TABLES = [
-    *TABLES,
-    spec_of("adagrad:lr=0.1", min_count=2, evict_after=8),
-    spec_of("ftrl:lr=0.1", std=0.0, num_rows=2**60, evict_after=16, max_rows=8, min_count=3),
+    spec_of("adam:lr=0.1", num_rows=2**60, dtype=torch.bfloat16, min_count=2),
+    spec_of("ftrl:lr=0.1", std=0.0, evict_after=16, max_rows=8, min_count=2),
+    spec_of("sgd:lr=0.5", max_rows=6),
 ]
 
 
@@ -303,7 +303,7 @@ def _one_row_a_piece() -> Iterator[None]:
 
 class RestoredRows(RowsNet):
     copies_anew = True
-    num_steps = 8
+    num_steps = 6
 
     def __init__(self, rule: str, specs: Sequence[TableSpec], **about: Any) -> None:
         self.num_pieces = self.num_meanwhile = 0
@@ -338,7 +338,7 @@ def undisturbed_on_four() -> list[dict[str, Tensor]]:
     return net.states()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(deaths=SOME_DEATHS, hosts=st.sampled_from(sorted(FOUR_HOSTS)), seed=SEEDS, replicas=st.integers(1, 2))
 def test_rows_are_copied_anew(deaths: list[Death], hosts: str, seed: int, replicas: int) -> None:
     """One copy more than the head's outlives deaths one after another; rows stay those of the undisturbed run."""
@@ -351,7 +351,7 @@ def test_rows_are_copied_anew(deaths: list[Death], hosts: str, seed: int, replic
     net.assert_none_is_lacking()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     rule=st.sampled_from(["asp", "ssp"]),
     deaths=SOME_DEATHS,
@@ -375,11 +375,11 @@ def test_every_gradient_counts_once_in_rows_that_are_copied_anew(
 def test_rows_go_in_pieces_while_updates_go_on() -> None:
     """Or the tests above would say little."""
     found = [0, 0]
-    for seed in range(10):
+    for seed in range(4):
         net = restored("asp", EXACT, hosts="one host", deaths=[Death(0, 40, 0)], seed=seed)
         net.train(is_exact=True)
         found = [found[0] + net.num_pieces, found[1] + net.num_meanwhile]
-    assert min(found) > 20
+    assert min(found) > 5
 
 
 class Failing(RestoredRows):
@@ -406,7 +406,7 @@ class Failing(RestoredRows):
             setattr(tables, "take_states", take_some)  # noqa: B010
 
 
-@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("victim", range(2))
 def test_who_has_no_room_becomes_no_copy_and_another_attempt_does(victim: int) -> None:
     deaths = [Death(victim, 40, 0), Death((victim + 2) % 4, 200, 1)]
     net = Failing("bsp", ALL_TABLES, hosts=FOUR_HOSTS["one host"], replicas=1, deaths=deaths, seed=victim)

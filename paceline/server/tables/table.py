@@ -186,7 +186,8 @@ class Table:
     def take_changed(self) -> Tensor:
         """The keys that have changed, or gone, since it was asked last, each once."""
         changed, self._changed = self._changed or [], []
-        return torch.cat([torch.empty(0, dtype=torch.int64), *changed]).unique()
+        unique: Tensor = torch.cat([torch.empty(0, dtype=torch.int64), *changed]).unique()
+        return unique
 
     def groups(self) -> list[tuple[str, int]]:
         """What some keys have in common, and how many these are: for `some_keys`."""

@@ -232,6 +232,8 @@ class Replication:
     def _take_in(self, entry: Message) -> Iterator[CopyAction]:
         if self._is_new:
             yield from self._take_whole(entry)
+        elif entries.attempt_of(entry) is not None:
+            raise WireError("what it has taken has come late, of an attempt before")
         elif entries.is_piece(entry):
             entries.apply(entry, self._core, self._gradients, self._note_reach)
             self._said["pieces"] += 1

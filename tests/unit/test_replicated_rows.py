@@ -426,7 +426,7 @@ def test_rows_go_to_servers_that_join_in_many_orders(
 
 def test_rows_are_handed_over_by_servers_that_live() -> None:
     """The new server serves a dead one's key range, of which another one had a copy."""
-    net = assert_grown_is_undisturbed([Death(0, 40, 0)], [Joining(60, "a")], "one host", seed=1, replicas=1)
+    net = assert_grown_is_undisturbed([Death(0, 40, 0)], [Joining(300, "a")], "one host", seed=1, replicas=1)
     assert net.num_copied["handed over"]
     assert {chain.head for chain in net.chains.chains} == {1, 2, 3, 4}
 

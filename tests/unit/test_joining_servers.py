@@ -241,6 +241,7 @@ def test_a_handover_ends_with_the_death_of_one_of_its_chain() -> None:
     assert chain.without(3) == chain
     assert chain.handed_over() == Chain(0, (1, 2, 0), EPOCH + 1)
     assert from_body(to_body(chain)) == chain
+    assert from_body(to_body(replace(chain, version=3))).version == 3
 
 
 # --- where key ranges go --------------------------------------------------------------------------------------------

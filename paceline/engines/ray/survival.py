@@ -355,9 +355,9 @@ class Survival:
         )
         if joined and self._letting_go is None:
             self._say(f"{', '.join(f'worker {rank}' for rank in joined)}: joined; workers: {len(ranks)}")
-        self._say(
-            f"{', '.join(f'worker {rank}' for rank in ranks)}: on from step {form.step + 1}, {took_s:.2f} s later"
-        )
+        # Under servers workers have no step in common.
+        what = f"on from step {form.step + 1}" if self._letting_go is None else "on together"
+        self._say(f"{', '.join(f'worker {rank}' for rank in ranks)}: {what}, {took_s:.2f} s later")
         body = {
             "epoch": form.membership.epoch,
             "ranks": list(ranks),

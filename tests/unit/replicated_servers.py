@@ -112,8 +112,8 @@ class Net:
         self.copies: dict[tuple[int, int], tuple[ServerCore, Replication]] = {}
         self.versions: dict[tuple[int, int], int] = {}
         """Of the chains that copies were built by."""
-        self.begun: dict[int, int] = {}
-        """By key range, the version of its chain that was the first with its newcomer."""
+        self.built_by: dict[int, int] = {}
+        """By key range, the version of its chain that its newcomer was built by."""
         self.server_specs = [
             ServerSpec(
                 LAYOUT,
@@ -310,7 +310,8 @@ class Net:
             self.put("launcher", "launcher", key_range, told)
         elif isinstance(told, Copied):
             is_known = chain.newcomer is not None and chain.newcomer == told.chain.newcomer
-            if is_known and told.chain.version >= self.begun[key_range] and chain.servers[-1] == told.chain.servers[-1]:
+            is_of_this_attempt = is_known and told.chain.version >= self.built_by[key_range]
+            if is_of_this_attempt and chain.servers[-1] == told.chain.servers[-1]:
                 self.num_copied[told.why_not] += 1
                 self.tell(replace(chain, newcomer=None) if told.why_not else chain.extended())
         elif chain == told.chain and told.why_not:
@@ -335,8 +336,7 @@ class Net:
             assert newcomers[0].newcomer is not None
             self.build(newcomers[0].newcomer, newcomers[0])
             self.tell(newcomers[0])
-            key_range = newcomers[0].key_range
-            self.begun[key_range] = self.chains.chains[key_range].version
+            self.built_by[newcomers[0].key_range] = newcomers[0].version
         elif leaving is not None and leaving.server != leaving.chain.head:
             self.tell(leaving.chain.without(leaving.server))
         elif leaving is not None:

@@ -55,7 +55,7 @@ class CopyingAnew:
         self._chains, self._change, self._tell, self._say = chains, change, tell, say
         self._building: _Building | None = None
         self._since_s: dict[int, float] = {}  # by key range that has a newcomer
-        self._begun: dict[int, int] = {}  # by key range, the version of its chain that was the first with its newcomer
+        self._built_by: dict[int, int] = {}  # by key range, the version of its chain that its newcomer was built by
         self._failures: Counter[tuple[int, tuple[int, ...]]] = Counter()  # by key range, and who has copies of it
         self._not_before_s = 0.0
 
@@ -104,7 +104,7 @@ class CopyingAnew:
         if now == replace(chain, newcomer=None):
             self._controller.event("copying", f"server-{chain.newcomer}", key_range=chain.key_range)
             self._change(chain)
-            self._begun[chain.key_range] = self._chains().chains[chain.key_range].version
+            self._built_by[chain.key_range] = chain.version
         else:  # what was built is for nothing
             self._tell(f"server-{chain.newcomer}", now)
 
@@ -114,7 +114,7 @@ class CopyingAnew:
         chain = self._chains().chains[told.key_range]
         if chain.newcomer is None or (chain.newcomer, chain.servers[-1:]) != (told.newcomer, told.servers[-1:]):
             return  # one of the two has died since
-        if told.version < self._begun[told.key_range]:
+        if told.version < self._built_by[told.key_range]:
             return  # of an attempt before
         if why_not:
             self._change(replace(chain, newcomer=None))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -35,8 +36,8 @@ class Kill(NamedTuple):
     at: int
     """A step of the first worker."""
     server: int
-    copied: int = 0
-    """It waits there until so many new copies have been made."""
+    wanted: Mapping[str, int] = MappingProxyType({})
+    """It waits there until there are so many of these events."""
 
 
 def model_of(optimizer: str) -> nn.Sequential:
@@ -81,7 +82,7 @@ def train(optimizer: str, num_steps: int, out: Path, kills: Sequence[Kill] = ())
 def strike(out: Path, kill: Kill) -> None:
     """Kill it soon, whatever it is doing then. The launcher has heard of steps: deaths before the first end a run."""
     server = kill.server
-    while len(named(out, "copied")) < kill.copied:
+    while any(len(named(out, name)) < count for name, count in kill.wanted.items()):
         time.sleep(0.05)
     path = out / "steps.csv"
     while not path.exists() or len(path.read_text().splitlines()) < 3:
@@ -170,7 +171,7 @@ def test_rows_are_copied_anew(tmp_path: Path, is_in_files: bool) -> None:
     optimizer, num_steps, whole, out = "adagrad:lr=0.1", 300, tmp_path / "whole", tmp_path / "out"
     tables = {"table_dir": str(tmp_path / "tables"), "table_mbytes": 1} if is_in_files else {}
     run("ps-bsp", partial(train, optimizer, num_steps, whole), whole, servers=3, replicas=0)
-    kills = [Kill(10, 1), Kill(200, 0, copied=2)]
+    kills = [Kill(10, 1), Kill(200, 0, {"copied": 2})]
     run("ps-bsp", partial(train, optimizer, num_steps, out, kills), out, servers=3, replicas=1, options=tables)
     assert lost(out) == ["server-1", "server-0"]
     assert not named(out, "not_copied")
@@ -178,3 +179,18 @@ def test_rows_are_copied_anew(tmp_path: Path, is_in_files: bool) -> None:
     assert {event["details"]["key_range"] for event in named(out, "taken_over") if event["who"] == "server-2"} == {0, 1}
     assert_equal(rows_in_files(out, optimizer) if is_in_files else rows_of(out), rows_of(whole))
     assert_equal(read_model_file(out / "model.safetensors"), read_model_file(whole / "model.safetensors"))
+
+
+def test_rows_go_to_a_server_that_joins(tmp_path: Path) -> None:
+    """It is given both key ranges, serves one of them while the last server of the start lives, and then both."""
+    optimizer, num_steps, whole, out = "adagrad:lr=0.1", 220, tmp_path / "whole", tmp_path / "out"
+    run("ps-bsp", partial(train, optimizer, num_steps, whole), whole, servers=2, replicas=0)
+    kills = [Kill(10, 0), Kill(200, 1, {"copied": 2, "taken_over": 2})]
+    run(
+        "ps-bsp", partial(train, optimizer, num_steps, out, kills), out, servers=2, replicas=1, elastic="1:2",
+        replace=1, start_deadline_s=500,
+    )  # fmt: skip
+    assert lost(out) == ["server-0", "server-1"]
+    assert not named(out, "not_copied") + named(out, "not_handed_over")
+    assert [event["who"] for event in named(out, "taken_over")] == ["server-1", "server-2", "server-2"]
+    assert_equal(rows_of(out), rows_of(whole))

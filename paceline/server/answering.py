@@ -54,7 +54,7 @@ class Answering:
         self.range_bytes = 0
         self.some_read_for_themselves = False
         self.some_are_apart = self.has_neighbour = False
-        self._tables = tables
+        self.tables = tables
 
     def answer(self, index: int, part: Part, answers: Sequence[Answer], now_s: float) -> Iterator[Action]:
         """Give every worker that is complete the current parameters of this shard, those elsewhere first.
@@ -67,7 +67,7 @@ class Answering:
         if applied:
             told = applied if is_last else ()
             records = [UpdateRecord(self.index, one.iteration, one.worker, one.clock, one.staleness) for one in told]
-            row_bytes = self._tables.update(applied) if is_last else 0
+            row_bytes = self.tables.update(applied) if is_last else 0
             yield Updated(part, len(applied), records, row_bytes)
         for answer in answers:
             part.shard.pulled(answer.worker)

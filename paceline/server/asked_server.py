@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from paceline.messages import Message, to_frames
+from paceline.messages import UNCODED, Message, to_frames
 from paceline.server.coded_push import CodedPushes
 from paceline.server.ranges import KeyRange
 from paceline.server.windows import SendWindow
@@ -33,7 +33,7 @@ class AskedServer:
     shard_bytes: list[int] = field(default_factory=list)
     range_bytes: int = 0
     coded: CodedPushes | None = None
-    """Pushes go through a codec."""
+    """Pushes to some servers go through a codec."""
     follows: bool = False
     """It has to be told what the first server decided."""
     is_in_turn: bool = False
@@ -45,6 +45,11 @@ class AskedServer:
     answers: list[Message] = field(default_factory=list)
 
     @property
+    def is_coded(self) -> bool:
+        """Whether pushes to this one go through a codec."""
+        return self.coded is not None and self.coded.codes(is_beside=self.is_beside)
+
+    @property
     def pushed_bytes(self) -> int:
         """Of tensors in a push."""
         return self.range_bytes if self.coded is None or not self.coded.is_encoded else self.coded.num_bytes
@@ -53,7 +58,10 @@ class AskedServer:
         """Messages with the gradients, as a codec may have made them."""
         coded = self.coded
         if coded is None or not coded.is_encoded:
-            return self.with_tensors(request, self.gradients)
+            messages = self.with_tensors(request, self.gradients)
+            for message in messages if coded is not None and not self.is_beside else ():
+                message.flags |= UNCODED
+            return messages
         if self.is_beside:
             return [request(tensor_bytes=coded.num_bytes)]
         messages = []

@@ -3,7 +3,7 @@ in their place."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
 
@@ -28,6 +28,8 @@ class Chain:
     newcomer: int | None = None
     """Who is being given a copy by the last of them, to come behind it."""
     handover: Handover | None = None
+    version: int = field(default=0, compare=False)
+    """Counts changes, so that who is built anew passes over what was told before."""
 
     @property
     def head(self) -> int:
@@ -56,7 +58,7 @@ class Chain:
         left = tuple(each for each in self.servers if each != server)
         newcomer = None if server == self.servers[-1] else self.newcomer  # which had its copy from there
         handover = self.handover if left == self.servers else None
-        return Chain(self.key_range, left, self.epoch + (self.servers[0] == server), newcomer, handover)
+        return Chain(self.key_range, left, self.epoch + (self.servers[0] == server), newcomer, handover, self.version)
 
     def extended(self) -> "Chain":
         """The newcomer has all that the others have."""
@@ -68,7 +70,7 @@ class Chain:
         assert self.handover is not None
         head, *others = self.servers
         others.remove(self.handover.to)
-        return Chain(self.key_range, (self.handover.to, *others, head), self.epoch + 1)
+        return Chain(self.key_range, (self.handover.to, *others, head), self.epoch + 1, version=self.version)
 
 
 @final
@@ -125,7 +127,8 @@ class Chains:
         return replace(self, chains=chains, dead=(*self.dead, server)), changed
 
     def changed(self, chain: Chain) -> "Chains":
-        """With this chain of its key range."""
+        """With this chain of its key range, as the next version of it."""
+        chain = replace(chain, version=self.chains[chain.key_range].version + 1)
         return replace(self, chains=tuple(chain if each.key_range == chain.key_range else each for each in self.chains))
 
     @property
@@ -161,18 +164,19 @@ def to_body(chain: Chain) -> dict[str, object]:
         "epoch": chain.epoch,
         "newcomer": chain.newcomer,
         "handover": None if chain.handover is None else list(chain.handover),
+        "version": chain.version,
     }
 
 
 def from_body(body: Mapping[str, Any]) -> Chain:
     """Raises ValueError if this is nothing that `to_body` gives."""
     key_range, servers, epoch = body.get("key_range"), body.get("servers"), body.get("epoch")
-    newcomer, handover = body.get("newcomer"), body.get("handover")
-    numbers = (key_range, epoch, 0 if newcomer is None else newcomer)
+    newcomer, handover, version = body.get("newcomer"), body.get("handover"), body.get("version")
+    numbers = (key_range, epoch, version, 0 if newcomer is None else newcomer)
     if not (_are_numbers(numbers) and _are_numbers(servers) and (handover is None or _are_numbers(handover, 2))):
         raise ValueError(f"refused {body!r} as a chain of servers")
     left = None if handover is None else Handover(*handover)
-    return Chain(key_range, tuple(servers), epoch, newcomer, left)  # type: ignore[arg-type]
+    return Chain(key_range, tuple(servers), epoch, newcomer, left, version)  # type: ignore[arg-type]
 
 
 def _are_numbers(values: object, count: int | None = None) -> bool:

@@ -19,7 +19,6 @@ from paceline.messages import (
     HOLD,
     IN_TURN,
     STOP,
-    UNCODED,
     VOID,
     Kind,
     Message,
@@ -113,16 +112,8 @@ class ClientCore:
             server.gradients = [[piece.view(layout, gradients) for piece in shard] for shard in shards]
             server.shard_bytes = [sum(piece.num_bytes(layout) for piece in shard) for shard in shards]
             server.range_bytes = sum(server.shard_bytes)
-            if coding is not None and (coding.beside or not server.is_beside):
-                server.coded = CodedPushes(
-                    coding,
-                    layout,
-                    shards,
-                    server.gradients,
-                    server=index,
-                    rank=self.rank,
-                    in_place=server.is_beside or not self._carries_bytes,
-                )
+            if coding is not None:
+                server.coded = CodedPushes(coding, layout, shards, server.gradients, server=index, rank=self.rank)
         self._bodies = list(bodies)
         return self._ask("attach", lambda index, _: [self._attaching(index)])
 
@@ -140,10 +131,12 @@ class ClientCore:
         for server in self._servers:
             if server.coded is None or push.void:
                 continue
-            if push.is_last:
+            if push.is_last or not server.is_coded:
                 server.coded.take_along()
-            else:
-                server.coded.encode(step=self._begun_at + self._clock)
+                continue
+            server.coded.encode(step=self._begun_at + self._clock)
+            if server.is_beside or not self._carries_bytes:
+                server.coded.decode_in_place()
 
     def settle(self, reply: Reply) -> None:
         """The last push has been answered."""
@@ -181,7 +174,6 @@ class ClientCore:
         if push.share is not None:
             body["share"] = list(push.share)
         flags = (VOID if push.void else 0) | (STOP if push.stop else 0) | (HOLD if self._committing.is_needed else 0)
-        flags |= UNCODED if push.is_last else 0
         self._committing.begin()
         request = partial(
             Message,
@@ -245,6 +237,8 @@ class ClientCore:
         """
         server = self._servers[index]
         server.epoch, server.is_beside = epoch, is_beside
+        if is_beside and server.coded is not None:
+            server.coded.decode_in_place()
         self._num_due += not server.is_new
         server.is_new = True
         self._committing.moved(index)
@@ -355,7 +349,7 @@ class ClientCore:
     @property
     def is_coded(self) -> bool:
         """Whether pushes to some server go through a codec."""
-        return any(server.coded is not None for server in self._servers)
+        return any(server.is_coded for server in self._servers)
 
     @property
     def clock(self) -> int:

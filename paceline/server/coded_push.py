@@ -39,19 +39,21 @@ class _Shard:
     left_next: list[Tensor] = field(default_factory=list)
     """If the last push is applied."""
     raw: Tensor | None = None
-    """The last push; none: it goes without the codec."""
+    """The push that is under way; none: there is none, or it goes without the codec."""
+    may_owe: bool = True
+    """Whether something may be left."""
 
 
 @final
 class CodedPushes:
     """One worker's pushes to one server.
 
-    A push is encoded once. What is left out counts only when the server says that it has applied the push.
+    A push is encoded once, whichever servers it is sent to: another one may take this one's place. What is left out
+    counts only when the server says that it has applied the push.
 
     Args:
         server: its index in the group.
         gradients: for each shard, where the worker has them.
-        in_place: the server reads them there, so they become what it would decode.
     """
 
     def __init__(
@@ -63,7 +65,6 @@ class CodedPushes:
         *,
         server: int,
         rank: int,
-        in_place: bool,
     ) -> None:
         left = coding.left
         self._shards = [
@@ -71,14 +72,17 @@ class CodedPushes:
             for pieces, tensors in zip(shards, gradients, strict=True)
         ]
         self._coding, self._memory, self._server, self._rank = coding, memory_of(coding.codec), server, rank
-        self._in_place = in_place
         self._seed = 0
+
+    def codes(self, *, is_beside: bool) -> bool:
+        """Whether what a server gets goes through the codec."""
+        return self._coding.beside or not is_beside
 
     def take_along(self) -> None:
         """The gradients are there, and become what is owed in all: they go as they are, and nothing is left out."""
         for part in self._shards:
             part.raw = None
-            if part.left is None:
+            if part.left is None or not part.may_owe:
                 continue
             for tensor, left in zip(part.gradients, part.left, strict=True):
                 tensor.add_(left, alpha=self._coding.codec.decay)
@@ -99,14 +103,20 @@ class CodedPushes:
                 payloads += payload
                 if after is not None:
                     part.left_next.append(after)
-                if self._in_place:
-                    tensor.copy_(codec.decode(payload, tensor, seed=seed))
                 self._coding.spend((encode_s + decode_s * codec.feedback) * 4 * tensor.numel() / 1e9)
             part.raw = as_bytes(tuple(payloads))
 
+    def decode_in_place(self) -> None:
+        """The server reads the gradients where the worker has them: those of a push that is under way become what it
+        would decode."""
+        for shard, part in enumerate(self._shards):
+            if part.raw is not None:
+                codec, seed = self._coding.codec, self._seed
+                _decode(codec, part.raw, part.gradients, seed=seed, server=self._server, shard=shard)
+
     @property
     def is_encoded(self) -> bool:
-        """Whether the last push goes through the codec."""
+        """Whether the push that is under way goes through the codec."""
         return all(shard.raw is not None for shard in self._shards)
 
     def shard_bytes(self, shard: int) -> int:
@@ -130,21 +140,25 @@ class CodedPushes:
 
     def settle(self, *, is_applied: bool) -> None:
         for shard in self._shards:
-            if is_applied and shard.left is not None:
-                for left, after in zip(shard.left, shard.left_next, strict=bool(shard.left_next)):
+            if is_applied and shard.left is not None and shard.left_next:
+                for left, after in zip(shard.left, shard.left_next, strict=True):
                     left.copy_(after)
-            shard.left_next = []
+                shard.may_owe = shard.raw is not None
+            shard.left_next, shard.raw = [], None
 
 
 def decode_push(codec: TensorCodec, message: Message, targets: Sequence[Tensor], *, server: int, shard: int) -> None:
     """Put what a worker encoded where its gradients belong. Raises WireError if it cannot have been so encoded."""
-    forms = [form_of(codec, tuple(target.shape)) for target in targets]
-    raw = torch.empty(sum(form.num_bytes for form in forms), dtype=torch.uint8)
+    raw = torch.empty(sum(form_of(codec, tuple(target.shape)).num_bytes for target in targets), dtype=torch.uint8)
     from_frames(message.payload, [raw])
-    seed = message.body.get("seed", 0)
     try:
-        pieces = raw.split([form.num_bytes for form in forms])
-        for number, (form, piece, target) in enumerate(zip(forms, pieces, targets, strict=True)):
-            target.copy_(codec.decode(form.read(piece), target, seed=derive(seed, server, shard, number)))
+        _decode(codec, raw, targets, seed=message.body.get("seed", 0), server=server, shard=shard)
     except (IndexError, RuntimeError, ValueError, TypeError) as error:
         raise WireError(f"refused a push that codec {codec} cannot decode: {error}") from None
+
+
+def _decode(codec: TensorCodec, raw: Tensor, targets: Sequence[Tensor], *, seed: int, server: int, shard: int) -> None:
+    forms = [form_of(codec, tuple(target.shape)) for target in targets]
+    pieces = raw.split([form.num_bytes for form in forms])
+    for number, (form, piece, target) in enumerate(zip(forms, pieces, targets, strict=True)):
+        target.copy_(codec.decode(form.read(piece), target, seed=derive(seed, server, shard, number)))

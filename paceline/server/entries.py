@@ -13,11 +13,12 @@ from paceline.server.closing import Closed
 from paceline.server.part import Part
 from paceline.server.part_state import initialise, set_state, state_fields
 from paceline.server.server_core import ServerCore
+from paceline.server.state import pack, unpack
 from paceline.server.tables.shards import RowUpdate, TableShards
 from paceline.server.whole_updates import Round
 
 _CLOSED, _PARAMETERS, _STATE, _LEFT = "closed", "parameters", "state", "left"
-_ROWS, _TABLES = "rows", "tables"
+_ROWS, _TABLES, _STATES, _PIECE = "rows", "tables", "row states", "piece"
 _OF_TABLES = {kind.value: kind for kind in (Kind.OPEN_TABLES, Kind.SET_ROWS, Kind.LOAD_ROWS, Kind.PUSH_ROWS)}
 _WHOLE, _SHARD, _PUSHES = "whole", "shard", "pushes"
 _ATTACHED, _HELD, _LET_GO, _EXPECTED, _LET_IN = "attached", "held", "let go", "expected", "let in"
@@ -75,9 +76,29 @@ def is_of_attached(entry: Message) -> bool:
     return entry.body.get("what") == _ATTACHED
 
 
-def begins_whole(entry: Message) -> bool:
-    """Whether what `of_whole` gives begins with this."""
-    return entry.body.get("what") == _WHOLE
+def is_of_rows(entry: Message) -> bool:
+    """Whether `of_rows` gives this."""
+    return entry.body.get("what") == _ROWS
+
+
+def of_states(states: Mapping[str, Tensor]) -> Message:
+    """What an update, or several, have left of the rows of some keys, as `Giving.changes` gives it."""
+    return _of_states(_STATES, states)
+
+
+def of_piece(states: Mapping[str, Tensor]) -> Message:
+    """Some of the rows that there are, as `Giving.piece` gives them. It has no number."""
+    return _of_states(_PIECE, states)
+
+
+def is_piece(entry: Message) -> bool:
+    """Whether `of_piece` gives this."""
+    return entry.body.get("what") == _PIECE
+
+
+def attempt_of(entry: Message) -> int | None:
+    """Where what `of_whole` gives begins with this: at which attempt."""
+    return entry.body["attempt"] if entry.body.get("what") == _WHOLE else None
 
 
 def of_held(push: Message, tensors: Sequence[Tensor]) -> Message:
@@ -102,17 +123,16 @@ def of_let_in(worker: int, clock: int) -> Message:
     return _entry({"what": _LET_IN, "worker": worker, "at": clock})
 
 
-def of_whole(core: ServerCore, attached: Iterable[Message]) -> list[Message]:
-    """All that a fresh copy is to know, one entry after the other.
+def of_whole(core: ServerCore, attached: Iterable[Message], *, attempt: int = 0) -> list[Message]:
+    """All that a fresh copy is to know, but of tables, one entry after the other.
 
     Args:
         attached: what `of_attached` has given, of each worker the last.
+        attempt: counts how often the core was to be copied.
 
     Raises:
         WireError: some of it cannot be sent.
     """
-    if core.tables.are_open:
-        raise WireError("rows of tables are not copied anew")
     shards = [
         _entry({"what": _SHARD, **standing.to_body(part.shard.standing())}, shard=index, tensors=part.shard.parameters)
         for index, part in enumerate(core.parts)
@@ -122,7 +142,12 @@ def of_whole(core: ServerCore, attached: Iterable[Message]) -> list[Message]:
     fields = state_fields(core.parts)
     state = Message(Kind.REPLICATE, 0, **{**fields, "body": {**fields["body"], "what": _STATE}})
     pushes = _entry({"what": _PUSHES, "counted": counted, "gone": list(core.gone)})
-    return [_entry({"what": _WHOLE}), *attached, *shards, state, pushes, *held]
+    return [_entry({"what": _WHOLE, "attempt": attempt}), *attached, *shards, state, pushes, *held]
+
+
+def of_tables(core: ServerCore) -> list[Message]:
+    """What a fresh copy is to know of tables, behind all else, but for their rows."""
+    return [entry for asked in core.tables.asked_for() for entry in of_request(asked, core.parts)]
 
 
 def apply(
@@ -170,6 +195,8 @@ def apply(
             updates = [core.tables.read_update(told) for told in body["updates"]]
             from_frames(entry.payload, [tensor for update in updates for tensor in update.gradients])
             core.tables.repeat(updates)
+        elif what in (_STATES, _PIECE):
+            core.tables.take_states(unpack(body, entry.payload))
         elif what == _TABLES:
             kind, worker, clock = _OF_TABLES[body["kind"]], body["worker"], body["at"]
             asked = Message(kind, 0, sender=worker, clock=clock, body=body["body"], payload=entry.payload)
@@ -220,6 +247,11 @@ def _entry(body: Mapping[str, Any], *, tensors: Sequence[Tensor] = (), **fields:
     # The tensors change before a socket has read them, and the next copy may have to be told again: a copy.
     payload = [bytes(frame) for frame in to_frames(tensors)]
     return Message(Kind.REPLICATE, 0, body=body, payload=payload, tensor_bytes=sum(map(len, payload)), **fields)
+
+
+def _of_states(what: str, states: Mapping[str, Tensor]) -> Message:
+    body, _ = pack(states)
+    return _entry({**body, "what": what}, tensors=list(states.values()))
 
 
 def _with_payload(entry: Message, message: Message) -> Message:

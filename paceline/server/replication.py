@@ -18,25 +18,31 @@ entry from there on. Nobody waits for the newcomer until it has said that it has
 behind the others once it has all that came meanwhile (`Copied`): then the launcher has the chain end with it. The last
 one begins when nothing that it has can be lost with it: workers give again what was not closed, but dead ones do not.
 
+Rows of tables may be more than memory holds. They go in pieces, the next one when the newcomer has the one before; of
+updates that come meanwhile it gets, in their place among the entries, what they have left of their rows (`Giving`).
+
 A head that lives hands a key range over (`Chain.handover`) when that is so, too. It puts off whatever comes, until all
 copies have all that it has done: then these are alike, and any of them can serve (`HandedOver`). What was put off,
 workers give again there. Who served is a new copy, made of itself (`stepped_back`): what was not closed is no part of
-it. Until the launcher has the other one serve, the handover can be called off, and the head does what it has put off.
+it. Rows of tables stay where they are. Until the launcher has the other one serve, the handover can be called off, and
+the head does what it has put off.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
+from paceline.errors import PacelineError
 from paceline.messages import MORE, Kind, Message, WireError
 from paceline.server import entries
 from paceline.server.actions import Action, Send
 from paceline.server.chains import Chain
 from paceline.server.closing import Closed
+from paceline.server.newcomer import Newcomer
 from paceline.server.server_core import ServerCore
 from paceline.server.tables.shards import RowUpdate
 
@@ -74,19 +80,6 @@ class HandedOver(NamedTuple):
 CopyAction = Action | ToServer | Said | Copied | HandedOver
 
 
-@dataclass
-class _Newcomer:
-    server: int
-    has_begun: bool = False
-    """It was given all that was there."""
-    whole: Sequence[Message] = ()
-    """That, until it has said that it is there."""
-    waits_from: int | None = None
-    """Entries after this one wait for its word, too, since it has what it was given."""
-    is_there: bool = False
-    """The launcher was told."""
-
-
 @final
 class Replication:
     """
@@ -109,7 +102,10 @@ class Replication:
     ) -> None:
         self._core, self._server, self._chain, self._reach = core, server, chain, reach
         self._is_new, self._lacks_memory = is_new, False
-        self._newcomer: _Newcomer | None = None
+        self._has_failed = False  # to become a copy
+        self._said: dict[str, int] = {}  # a newcomer's, with all that it says
+        self._newcomer: Newcomer | None = None
+        self._num_attempts = 0  # to give a newcomer all that is here
         self._whole: list[Message] = []  # of a head that has stopped
         self._has_told = False  # what becomes of the handover
         self._attached: dict[int, Message] = {}  # by worker, the last entry that says how it is reached
@@ -131,11 +127,6 @@ class Replication:
     @property
     def is_head(self) -> bool:
         return self._chain.head == self._server
-
-    @property
-    def is_new(self) -> bool:
-        """Whether this is to become a copy, and is none yet."""
-        return self._is_new
 
     @property
     def has_stopped(self) -> bool:
@@ -196,15 +187,14 @@ class Replication:
             self._change.clear()
         is_last = chain.after(self._server) is None
         if self._newcomer is not None and not (is_last and chain.newcomer == self._newcomer.server):
-            self._newcomer = None
+            self._forget_newcomer()
         if is_last and self._newcomer is None:
             self._unacknowledged.clear()
             if chain.newcomer not in (None, self._server):
-                self._newcomer = _Newcomer(chain.newcomer)
+                self._newcomer = Newcomer(chain.newcomer)
         is_waited_for = not is_last or (self._newcomer is not None and self._newcomer.waits_from is not None)
         yield from self._acknowledge(self._acknowledged if is_waited_for else self._number)
-        # What is of an epoch before, the next one may have refused.
-        for entry in (*(self._newcomer.whole if self._newcomer is not None else ()), *self._unacknowledged):
+        for entry in () if is_last else list(self._unacknowledged):
             yield self._forward(entry)
         yield from self._go_on()
 
@@ -212,14 +202,16 @@ class Replication:
         """The copy that this server has from here on, where it has stopped and another one serves.
 
         Args:
-            core: a new one of the key range.
+            core: a new one of the key range, which gets the tables of the one before.
             reach: as that of this one, for the new core.
         """
+        core.take_tables(self._core)
         copy = Replication(core, server=self._server, chain=chain, reach=reach, is_new=True)
         for entry in self._whole:
             copy._repeat(entry)
         assert not copy._lacks_memory, "a worker's memory that was in reach is so no more"
         copy._is_new, copy._acknowledged, copy._early = False, copy._number, self._early
+        copy._num_attempts = self._num_attempts
         return copy
 
     def _serve(self, message: Message, now_s: float) -> Iterator[CopyAction]:
@@ -251,15 +243,31 @@ class Replication:
             self._new.append(entries.of_rows(self._core.tables, updates))
 
     def _take(self, entry: Message) -> Iterator[CopyAction]:
-        """An entry of the copy before."""
+        """An entry of the copy before, which may have yet to hear that the epoch has changed."""
         if entry.epoch > self._chain.epoch:  # of who was told of the new chain earlier, behind which others may come
             self._early.append(entry)
             return
-        is_of_another = self._is_new and entry.sender != self._chain.before(self._server)
-        if self.is_head or entry.epoch < self._chain.epoch or is_of_another:
+        is_of_before = entry.sender == self._chain.before(self._server)
+        is_to_count = is_of_before or (entry.epoch == self._chain.epoch and not self._is_new)
+        if self.is_head or self._has_failed or not is_to_count:
             return  # of one that is taken for dead, or gave an earlier copy, of which this is none
+        try:
+            yield from self._take_in(entry)
+        except PacelineError as error:
+            if self._chain.newcomer != self._server:
+                raise
+            self._has_failed = True  # what else this server has is none the worse
+            yield Copied(self._chain, str(error))
+
+    def _take_in(self, entry: Message) -> Iterator[CopyAction]:
         if self._is_new:
             yield from self._take_whole(entry)
+        elif entries.attempt_of(entry) is not None:
+            raise WireError("what it has taken has come late, of an attempt before")
+        elif entries.is_piece(entry):
+            entries.apply(entry, self._core, self._gradients, self._note_reach)
+            self._said["pieces"] += 1
+            yield from self._acknowledge(self._number)
         elif entry.clock == self._number + len(self._change) + 1:
             self._change.append(entry)
             if not entry.flags & MORE:
@@ -283,8 +291,10 @@ class Replication:
 
     def _take_whole(self, entry: Message) -> Iterator[CopyAction]:
         """Of all that the copy before has: every entry has the number of the last one that is part of it."""
-        if entries.begins_whole(entry):
+        attempt = entries.attempt_of(entry)
+        if attempt is not None:
             self._change.clear()
+            self._said = {"attempt": attempt, "pieces": 0}
         elif not self._change:
             return  # of an attempt before this one
         self._change.append(entry)
@@ -294,10 +304,9 @@ class Replication:
         for each in change:
             self._repeat(each)
         if self._lacks_memory:
-            yield Copied(self._chain, "a worker died just then")
-        else:
-            self._is_new = False
-            yield from self._acknowledge(self._number)
+            raise WireError("a worker died just then")
+        self._is_new = False
+        yield from self._acknowledge(self._number)
 
     def _go_on(self) -> Iterator[CopyAction]:
         """Do what waits until all that is here can be copied."""
@@ -308,16 +317,20 @@ class Replication:
     def _welcome(self) -> Iterator[CopyAction]:
         """Give the newcomer all that is here, if it is still to be given that."""
         newcomer = self._newcomer
-        if newcomer is None or newcomer.has_begun:
+        if newcomer is None or newcomer.attempt:
             return
+        self._num_attempts += 1
         try:
-            whole = self._all_of_it()
+            whole = [*self._all_but_tables(), *entries.of_tables(self._core)]
         except WireError as error:
             self._newcomer = None
             yield Copied(self._chain, str(error))
             return
-        newcomer.has_begun, newcomer.whole = True, whole
-        for entry in whole:
+        newcomer.attempt = self._num_attempts
+        if self._core.tables.are_open:
+            newcomer.giving = self._core.tables.give()
+            whole.append(entries.of_states(newcomer.giving.changes()))
+        for entry in self._numbered(whole):
             yield self._forward(entry)
 
     def _stop(self) -> Iterator[CopyAction]:
@@ -325,47 +338,62 @@ class Replication:
         if self._chain.handover is None or not self.is_head or self._has_told or self.has_stopped:
             return
         try:
-            if self._core.tables.are_open:
-                raise WireError("rows of tables are not handed over")
-            self._whole = self._all_of_it()
+            self._whole = self._numbered(self._all_but_tables())
             yield from self._release()
         except WireError as error:
             self._has_told = True
             yield HandedOver(self._chain, str(error))
 
-    def _all_of_it(self) -> list[Message]:
-        """Entries that say all that is here. Raises WireError."""
+    def _all_but_tables(self) -> list[Message]:
+        """Raises WireError."""
         attached = [replace(entry) for worker, entry in self._attached.items() if worker not in self._core.gone]
-        whole = entries.of_whole(self._core, attached)
+        return entries.of_whole(self._core, attached, attempt=self._num_attempts)
+
+    def _numbered(self, whole: list[Message]) -> list[Message]:
+        """As a change that has brought this copy to where it is."""
         for entry in whole:
             entry.clock, entry.flags = self._number, MORE if entry is not whole[-1] else 0
         return whole
 
     def _hear(self, message: Message) -> Iterator[CopyAction]:
         """The copies after this one have all entries up to this."""
+        newcomer = self._newcomer
         if message.sender != self._next:
             return
+        if newcomer is not None and message.body.get("attempt") != newcomer.attempt:
+            return  # of one before
         while self._unacknowledged and self._unacknowledged[0].clock <= message.clock:
             self._unacknowledged.popleft()
-        newcomer = self._newcomer
         if newcomer is None:
             yield from self._acknowledge(message.clock)
             return
         if newcomer.waits_from is None:
-            newcomer.waits_from, newcomer.whole = self._number, ()
+            if message.body.get("pieces") != newcomer.num_pieces:
+                return  # it has yet to get the one that is on its way
+            piece = newcomer.next_piece()
+            if piece is not None:
+                yield self._forward(piece)
+                return
+            newcomer.waits_from = self._number
         if message.clock > self._acknowledged:
             yield from self._acknowledge(message.clock)
         if message.clock >= newcomer.waits_from and not newcomer.is_there:
             newcomer.is_there = True
             yield Copied(self._chain)
 
+    def _forget_newcomer(self) -> None:
+        if self._newcomer is not None:
+            self._newcomer.end_giving()
+        self._newcomer = None
+
     @property
     def _next(self) -> int | None:
         """Whom entries are sent to."""
         after, newcomer = self._chain.after(self._server), self._newcomer
-        return newcomer.server if newcomer is not None and newcomer.has_begun else after
+        return newcomer.server if newcomer is not None and newcomer.attempt else after
 
     def _hand_on(self, entry: Message) -> Iterator[CopyAction]:
+        entry = entry if self._newcomer is None else self._newcomer.instead_of(entry)
         if self._next is not None:
             self._unacknowledged.append(entry)
             yield self._forward(entry)
@@ -377,7 +405,8 @@ class Replication:
         if self.is_head:
             yield from self._release()
         else:
-            said = Message(Kind.REPLICATED, self._core.epoch, sender=self._server, clock=self._acknowledged)
+            said = Message(Kind.REPLICATED, self._core.epoch, sender=self._server, body={**self._said})
+            said.clock = self._acknowledged
             yield ToServer(_required(self._chain.before(self._server)), said)
 
     def _forward(self, entry: Message) -> ToServer:

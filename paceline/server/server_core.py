@@ -255,6 +255,12 @@ class ServerCore:
     def pushes(self) -> WholePushes:
         return self._pushes
 
+    def take_tables(self, other: "ServerCore") -> None:
+        """Have the tables, with their rows, of another core of this key range, which has none then."""
+        self._tables, other._tables = other._tables, self._tables
+        for core in (self, other):
+            core._answering.tables = core._tables
+
     def last_push(self, worker: int) -> Message | None:
         """That counts of this worker's, without its tensors."""
         return self._pushes.last(worker)

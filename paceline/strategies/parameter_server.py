@@ -257,11 +257,7 @@ class ParameterServer(Strategy):
             raise UsageError(
                 f"replicas={self.replicas} needs as many servers besides the first, and servers={self.servers}"
             )
-        unfit = {
-            "codec": self.codec is not None,
-            "backup_workers": self.backup_workers > 0,
-            "torn_reads": self.torn_reads,
-        }
+        unfit = {"backup_workers": self.backup_workers > 0, "torn_reads": self.torn_reads}
         found = [name for name, is_set in unfit.items() if is_set]
         if found:
             raise UsageError(f"replicas={self.replicas} does not go with {found[0]} so far; leave one of them out")

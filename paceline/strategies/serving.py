@@ -114,7 +114,7 @@ class ServerSynchronizer(Synchronizer):
         self._attributes = own_attributes(replica.optimizer)
         self._parameters.to_host()
         coding = push_coding_of(codec, codec_scope, context, layout)
-        self._left = left_of(coding, layout)
+        self._left, self._is_coded = left_of(coding, layout), coding is not None
         store.attach(
             layout,
             # What compares whole gradients needs them in one shard, as if the optimizer did.
@@ -208,7 +208,7 @@ class ServerSynchronizer(Synchronizer):
         outcome = self._take(reply)
         if rounds is not None:
             self.has_updated = rounds.ended(reply.took[-1].workers)
-        if self._store.is_coded:
+        if self._is_coded:
             for segment, bucket in zip(self._buckets.layout.segments, self._buckets.buckets, strict=True):
                 segment.zero_padding(bucket.flat)
         looks_closely = self._steps == 1 or outcome.iteration >= pause_at

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -35,6 +36,8 @@ class Kill(NamedTuple):
     at: int
     """A step of the first worker."""
     server: int
+    wanted: Mapping[str, int] = MappingProxyType({})
+    """It waits there until there are so many of these events."""
 
 
 def model_of(optimizer: str) -> nn.Sequential:
@@ -63,7 +66,7 @@ def train(optimizer: str, num_steps: int, out: Path, kills: Sequence[Kill] = ())
     worker, model = paceline.init(), model_of(optimizer)
     loader = DataLoader(TensorDataset(keys_of(num_steps)), batch_size=BATCH)
     model, dense, loader = worker.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01), loader)
-    due = {kill.at: kill.server for kill in kills} if worker.rank == 0 else {}
+    due = {kill.at: kill for kill in kills} if worker.rank == 0 else {}
     for number, (keys,) in enumerate(loader):
         dense.zero_grad()
         if number in due:
@@ -76,8 +79,11 @@ def train(optimizer: str, num_steps: int, out: Path, kills: Sequence[Kill] = ())
         time.sleep(0.005)
 
 
-def strike(out: Path, server: int) -> None:
+def strike(out: Path, kill: Kill) -> None:
     """Kill it soon, whatever it is doing then. The launcher has heard of steps: deaths before the first end a run."""
+    server = kill.server
+    while any(len(named(out, name)) < count for name, count in kill.wanted.items()):
+        time.sleep(0.05)
     path = out / "steps.csv"
     while not path.exists() or len(path.read_text().splitlines()) < 3:
         time.sleep(0.05)
@@ -110,8 +116,12 @@ def assert_equal(own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> N
     torch.testing.assert_close(own, expected, rtol=0, atol=0)
 
 
+def named(out: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in events(out) if event["name"] == name]
+
+
 def lost(out: Path) -> list[str]:
-    return [event["who"] for event in events(out) if event["name"] == "server_lost"]
+    return [event["who"] for event in named(out, "server_lost")]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd:lr=0.1", "adagrad:lr=0.1"])
@@ -153,3 +163,34 @@ def test_rows_in_files_outlive_servers_before_a_checkpoint_and_after_it_is_resum
     )  # fmt: skip
     assert (lost(before), lost(after)) == (["server-1"], ["server-0"])
     assert_equal(rows_in_files(after, optimizer), rows_of(whole))
+
+
+@pytest.mark.parametrize("is_in_files", [False, True], ids=["in memory", "in files"])
+def test_rows_are_copied_anew(tmp_path: Path, is_in_files: bool) -> None:
+    """Each key range has two copies, and lives through the deaths of both that had it at first."""
+    optimizer, num_steps, whole, out = "adagrad:lr=0.1", 300, tmp_path / "whole", tmp_path / "out"
+    tables = {"table_dir": str(tmp_path / "tables"), "table_mbytes": 1} if is_in_files else {}
+    run("ps-bsp", partial(train, optimizer, num_steps, whole), whole, servers=3, replicas=0)
+    kills = [Kill(10, 1), Kill(200, 0, {"copied": 2})]
+    run("ps-bsp", partial(train, optimizer, num_steps, out, kills), out, servers=3, replicas=1, options=tables)
+    assert lost(out) == ["server-1", "server-0"]
+    assert not named(out, "not_copied")
+    assert {event["details"]["key_range"] for event in named(out, "copied")} == {1, 2}
+    assert {event["details"]["key_range"] for event in named(out, "taken_over") if event["who"] == "server-2"} == {0, 1}
+    assert_equal(rows_in_files(out, optimizer) if is_in_files else rows_of(out), rows_of(whole))
+    assert_equal(read_model_file(out / "model.safetensors"), read_model_file(whole / "model.safetensors"))
+
+
+def test_rows_go_to_a_server_that_joins(tmp_path: Path) -> None:
+    """It is given both key ranges, serves one of them while the last server of the start lives, and then both."""
+    optimizer, num_steps, whole, out = "adagrad:lr=0.1", 220, tmp_path / "whole", tmp_path / "out"
+    run("ps-bsp", partial(train, optimizer, num_steps, whole), whole, servers=2, replicas=0)
+    kills = [Kill(10, 0), Kill(200, 1, {"copied": 2, "taken_over": 2})]
+    run(
+        "ps-bsp", partial(train, optimizer, num_steps, out, kills), out, servers=2, replicas=1, elastic="1:2",
+        replace=1, start_deadline_s=500,
+    )  # fmt: skip
+    assert lost(out) == ["server-0", "server-1"]
+    assert not named(out, "not_copied") + named(out, "not_handed_over")
+    assert [event["who"] for event in named(out, "taken_over")] == ["server-1", "server-2", "server-2"]
+    assert_equal(rows_of(out), rows_of(whole))

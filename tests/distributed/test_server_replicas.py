@@ -33,7 +33,7 @@ def begin(
     steps: int = NUM_STEPS,
     step_s: float = 0.01,
     elastic: Sequence[str] = (),
-    **options: int,
+    **options: int | str,
 ) -> Command:
     chosen = [f"--option={name}={value}" for name, value in options.items()]
     return start(
@@ -154,6 +154,23 @@ def test_copies_are_made_anew(start_on_cluster: Start, tmp_path: Path, elastic: 
     assert {event["details"]["key_range"] for event in of(out, "taken_over") if event["who"] == "server-2"} == {0, 1}
     assert_equal(checkpoint(out).model, checkpoint(whole).model)
     assert_equal(checkpoint(out).optimizer, checkpoint(whole).optimizer)
+
+
+@pytest.mark.parametrize("elastic", [(), ("--elastic", "1:2")])
+def test_what_codecs_leave_out_is_owed_as_if_no_server_had_died(
+    start: Start, tmp_path: Path, elastic: tuple[str, ...]
+) -> None:
+    coded = {"servers": 2, "replicas": 1, "codec": "top-k:ratio=0.1", "codec_scope": "all"}
+    outs = [tmp_path / "whole", tmp_path / "without-1"]
+    for out, faults in zip(outs, [(), ("--fault", "kill-server", "--rank", 1, "--step", 40)], strict=True):
+        command = begin(start, out, "ps-bsp", *faults, elastic=elastic, **coded)
+        output = command.wait()
+        assert command.status == 0, output
+        command.assert_nothing_left()
+    whole, saved = map(checkpoint, outs)
+    assert [event["who"] for event in of(outs[1], "server_lost")] == ["server-1"]
+    assert_equal(saved.model, whole.model)
+    assert_equal(saved.optimizer, whole.optimizer)
 
 
 def test_the_death_of_every_copy_ends_the_run(start: Start, tmp_path: Path) -> None:

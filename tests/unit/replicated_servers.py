@@ -22,7 +22,9 @@ from paceline.server.actions import Send, Updated
 from paceline.server.admission import BulkSynchronous, StaleSynchronous
 from paceline.server.chains import Chain, Chains, Handover, from_body, to_body
 from paceline.server.client_core import ClientCore
+from paceline.server.coded_push import PushCoding
 from paceline.server.conversation import Conversation, hear
+from paceline.server.part import Part
 from paceline.server.part_state import states_of
 from paceline.server.ranges import cut
 from paceline.server.replication import Copied, CopyAction, HandedOver, Replication, Said, ToServer
@@ -82,7 +84,9 @@ class Net:
         seed: int,
         outlives_workers: bool = False,
         worker_hosts: Sequence[str] = (),
+        coding: Sequence[PushCoding] = (),
     ) -> None:
+        """`coding`: of what each worker pushes; none: it goes as it is."""
         self.chains = Chains.first(hosts, replicas=replicas, epoch=EPOCH)
         self.hosts, self.random = list(hosts), random.Random(seed)
         self.joining: list[Joining] = []
@@ -106,7 +110,11 @@ class Net:
         self.worker_hosts = list(worker_hosts) or [hosts[rank % len(hosts)] for rank in range(num_workers)]
         self.outlives_workers, is_apart = outlives_workers, len(set(hosts)) > 1
         self.copies: dict[tuple[int, int], tuple[ServerCore, Replication]] = {}
-        self.specs = [
+        self.versions: dict[tuple[int, int], int] = {}
+        """Of the chains that copies were built by."""
+        self.built_by: dict[int, int] = {}
+        """By key range, the version of its chain that its newcomer was built by."""
+        self.server_specs = [
             ServerSpec(
                 LAYOUT,
                 pieces,
@@ -115,6 +123,7 @@ class Net:
                 None,
                 outlives_workers=outlives_workers,
                 is_copied_apart=is_apart,
+                codec=coding[0].codec if coding else None,
             )
             for pieces in ranges
         ]
@@ -141,6 +150,7 @@ class Net:
                     parameters=parameters,
                     gradients=gradients,
                     bodies=[{"server": server} for server in self.heads[rank]],
+                    coding=coding[rank] if coding else None,
                 ),
             )
             self.run()
@@ -151,7 +161,7 @@ class Net:
 
     def new_core(self, chain: Chain) -> ServerCore:
         core = ServerCore(index=chain.key_range, epoch=chain.epoch)
-        core.configure(self.specs[chain.key_range].anew())
+        core.configure(self.server_specs[chain.key_range].anew())
         return core
 
     def build(self, server: int, chain: Chain) -> None:
@@ -159,6 +169,7 @@ class Net:
         reach, is_new = partial(self.attach_copy, server, chain.key_range), server == chain.newcomer
         copy = Replication(core, server=server, chain=chain, reach=reach, is_new=is_new)
         self.copies[server, chain.key_range] = core, copy
+        self.versions[server, chain.key_range] = chain.version
 
     def talk_of(self, worker: int) -> Conversation:
         return self.talks.get(worker, self.clients[worker])
@@ -219,6 +230,9 @@ class Net:
             self.serve(source, number, key_range, Message.decode(item, epoch=None))
 
     def serve(self, source: str, server: int, key_range: int, message: Message) -> None:
+        if (server, key_range) not in self.copies:
+            assert source[0] == "s", "it has been dropped, which no worker has heard of"
+            return
         core, copy = self.copies[server, key_range]
         is_of_worker = source[0] == "w"
         if copy.has_stopped and is_of_worker:
@@ -239,7 +253,7 @@ class Net:
 
     def attach_copy(self, server: int, key_range: int, message: Message) -> bool:
         """As a copy does that another one tells of this worker."""
-        is_beside = self.is_beside(message.sender, server)
+        is_beside = self.is_beside(message.sender, server) and len(set(self.hosts)) == 1  # else copies read no memory
         gradients = self.buffers[message.sender][1] if is_beside else None
         self.copies[server, key_range][0].attach(message, gradients=gradients, parameters=None, is_beside=is_beside)
         return True
@@ -275,7 +289,8 @@ class Net:
                 for _ in range(min(death.num_lost, len(queue))):
                     queue.pop()
         served = {chain.key_range for chain in self.chains.chains if chain.head == death.server}
-        self.chains, changed = self.chains.died(death.server)
+        after, changed = self.chains.died(death.server)
+        self.chains = replace(self.chains, dead=after.dead)
         self.unserved |= served
         for chain in changed:
             self.tell(chain)
@@ -283,6 +298,7 @@ class Net:
     def tell(self, chain: Chain) -> None:
         before = self.chains.chains[chain.key_range]
         self.chains = self.chains.changed(chain)
+        chain = self.chains.chains[chain.key_range]
         told = {*before.servers, before.newcomer, *chain.servers, chain.newcomer} & self.chains.living
         for server in sorted(told):
             self.put("launcher", f"s{server}", chain.key_range, to_body(chain))
@@ -294,7 +310,8 @@ class Net:
             self.put("launcher", "launcher", key_range, told)
         elif isinstance(told, Copied):
             is_known = chain.newcomer is not None and chain.newcomer == told.chain.newcomer
-            if is_known and chain.servers[-1] == told.chain.servers[-1]:
+            is_of_this_attempt = is_known and told.chain.version >= self.built_by[key_range]
+            if is_of_this_attempt and chain.servers[-1] == told.chain.servers[-1]:
                 self.num_copied[told.why_not] += 1
                 self.tell(replace(chain, newcomer=None) if told.why_not else chain.extended())
         elif chain == told.chain and told.why_not:
@@ -319,6 +336,7 @@ class Net:
             assert newcomers[0].newcomer is not None
             self.build(newcomers[0].newcomer, newcomers[0])
             self.tell(newcomers[0])
+            self.built_by[newcomers[0].key_range] = newcomers[0].version
         elif leaving is not None and leaving.server != leaving.chain.head:
             self.tell(leaving.chain.without(leaving.server))
         elif leaving is not None:
@@ -355,10 +373,11 @@ class Net:
     def reform(self, server: int, chain: Chain) -> bool:
         """A server hears of a chain that it is in, or was; whether it serves now."""
         key = server, chain.key_range
+        if key not in self.copies or chain.version <= self.versions[key]:
+            return False  # it was told before this one was built
         if server not in (*chain.servers, chain.newcomer):
-            if key in self.copies and not self.copies[key][1].is_new:  # else it was built since
-                del self.copies[key]
-                self.put_off.pop(key, None)
+            self.copies.pop(key)[0].close()
+            self.put_off.pop(key, None)
             return False
         core, copy = self.copies[key]
         if copy.has_stopped and chain.epoch > core.epoch:
@@ -393,6 +412,7 @@ class Net:
                 if is_asking[worker] and client.is_done:
                     client.require_done()
                     reply = client.reply()
+                    client.settle(reply)
                     assert reply.admitted
                     assert min(reply.staleness) >= 0
                     is_asking[worker], steps[worker] = False, steps[worker] + 1
@@ -402,7 +422,9 @@ class Net:
                     for parameter, gradient in zip(parameters, gradients, strict=True):
                         gradient.copy_(power if is_exact else torch.cos(parameter + power))
                     groups = ({"lr": 0.1 / (1 + steps[worker])},) if not is_exact and worker == 0 else None
-                    self.ask(worker, client.exchange(Push(pause_at=FOREVER, groups=groups)))
+                    push = Push(pause_at=FOREVER, groups=groups)
+                    client.encode(push)
+                    self.ask(worker, client.exchange(push))
                     is_asking[worker] = True
                 if not is_asking[worker] and steps[worker] == num_steps:
                     self.ask(worker, client.leave())
@@ -418,6 +440,10 @@ class Net:
 
     def parameters(self, server: int, key_range: int) -> list[Tensor]:
         return [tensor for part in self.copies[server, key_range][0].parts for tensor in part.shard.parameters]
+
+    def parts_of(self, key_range: int) -> list[Part]:
+        """Of whoever serves it."""
+        return self.copies[self.chains.chains[key_range].head, key_range][0].parts
 
     def assert_copies_are_equal(self) -> None:
         for chain in self.chains.chains:
@@ -443,17 +469,20 @@ class Net:
         told = [(record.server, record.worker, record.clock) for record in self.records]
         assert len(told) == len(set(told))
 
-
-@final
-class Restored(Net):
-    copies_anew = True
-
     def assert_none_is_lacking(self) -> None:
+        """And what was to become a copy, and has not, is gone."""
         left = len(self.hosts) - len(self.dead)
         for chain in self.chains.chains:
             assert len(chain.servers) == min(left, self.chains.replicas + 1)
             assert chain.is_at_rest
+            built = {server for server, key_range in self.copies if key_range == chain.key_range}
+            assert built - self.dead == {*chain.servers}
         assert self.chains.is_of_the_start or (removal(self.chains), succession(self.chains)) == (None, None)
+
+
+@final
+class Restored(Net):
+    copies_anew = True
 
 
 DEATHS = st.builds(Death, st.integers(0, 2), st.integers(1, 50), st.integers(0, 3))

@@ -68,7 +68,7 @@ def test_a_worker_that_comes_as_a_server_dies_goes_to_its_copy(is_gone: bool) ->
         bell = replace(first.bell, inode=first.bell.inode + 1) if is_gone else first.bell
         left, changed = chains.died(0)
         for chain in changed:
-            second.reform(chain)
+            second.reform(left.changed(chain).chains[chain.key_range])
         address = ServerAddress(second.endpoint, second.bell, epoch=left.chains[0].epoch, copy_of=0)
         moves.append(Move(0, address))
         group = connect_servers(

@@ -84,9 +84,9 @@ def test_word_of_a_handover_that_was_called_off_is_not_heard() -> None:
 
 def test_who_cannot_hand_over_is_not_asked_again() -> None:
     launcher, chain = handing_over()
-    launcher.hear(chain, "rows of tables are not copied anew")
+    launcher.hear(chain, "LBFGS cannot be sent")
     assert launcher.events[-1] == "not_handed_over server-0"
-    assert launcher.lines == ["server 0 keeps key range 0: rows of tables are not copied anew"]
+    assert launcher.lines == ["server 0 keeps key range 0: LBFGS cannot be sent"]
     launcher.spreading.turn()
     assert launcher.chains.chains[0] == replace(chain, handover=None)
 

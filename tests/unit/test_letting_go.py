@@ -49,6 +49,8 @@ class Takeover:
 
     def part_with(self, worker: str) -> None: ...
 
+    def call_off(self) -> None: ...
+
     def head_of(self, key_range: int) -> str | None:
         return "server-0" if len(self._ray.turns) >= TURNS else None
 
@@ -63,7 +65,7 @@ def test_members_are_heard_while_servers_are_waited_for(monkeypatch: pytest.Monk
         controller,
         Members(actors={"server-0": actor()}),
         LaneDesk(controller, num_workers=2, say=print),
-        num_servers=1,
+        num_ranges=1,
         takeover=Takeover(ray) if may_die else None,  # type: ignore[arg-type]
         deadline_s=60.0,
         turn=ray.turns.append,

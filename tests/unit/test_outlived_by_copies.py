@@ -59,7 +59,9 @@ class Net(replicated_servers.Net):
     num_joiners = 1
     piece_bytes = 48  # each server has several
 
-    def __init__(self, rule: str, places: Places, *, replicas: int, deaths: Sequence[Death], seed: int) -> None:
+    def __init__(
+        self, rule: str, places: Places, *, replicas: int, deaths: Sequence[Death], seed: int, **about: Any
+    ) -> None:
         self.serving: dict[int, int] = {}
         self.present: set[int] = set()
         self.launcher: Asking | None = None
@@ -75,6 +77,7 @@ class Net(replicated_servers.Net):
             seed=seed,
             outlives_workers=True,
             worker_hosts=places.workers,
+            **about,
         )
         self.serving = {chain.key_range: chain.head for chain in self.chains.chains}
         self.present = set(range(len(self.clients)))
@@ -247,8 +250,6 @@ class Restored(Net):
 
 
 class RestoredRows(RowsNet):
-    """Tables are not copied anew, and it does no harm to have tried."""
-
     copies_anew = True
 
 
@@ -299,6 +300,8 @@ class Training:
                 continue
             if self.asked[worker]:
                 client.require_done()
+            if self.asked[worker] == "push":
+                client.settle(client.reply())
             if self.asked[worker] == "leave":
                 self.asked[worker] = "left"
                 continue

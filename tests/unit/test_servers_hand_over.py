@@ -77,6 +77,7 @@ class Servers:
     def change(self, chain: Chain) -> None:
         before = self.chains.chains[chain.key_range]
         self.chains = self.chains.changed(chain)
+        chain = self.chains.chains[chain.key_range]
         for server in {*before.servers, before.newcomer, *chain.servers, chain.newcomer} - {None}:
             self.services[server].reform(chain, endpoints=self.endpoints)  # type: ignore[index]
 

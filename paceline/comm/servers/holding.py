@@ -87,15 +87,12 @@ class Holding:
         """By worker that another copy has told of: its gradients, if it is on this host."""
         self._send_on: Callable[[int, int, Message], None] | None = None
         self._put_off: list[Callable[[], None]] = []
+        self.version = 0
+        """Of the chain of copies that this one was built by."""
 
     @property
     def iteration(self) -> int:
         return max(self.core.iteration, self._lending.iteration if self._lending is not None else 0)
-
-    @property
-    def is_new(self) -> bool:
-        """Whether it is to become one of several copies, and is none yet."""
-        return self._replication is not None and self._replication.is_new
 
     def configure(self, spec: ServerSpec, *, has_copies: bool = False) -> None:
         """Build the shards; called once, before any worker attaches.
@@ -121,7 +118,7 @@ class Holding:
             server: which one of the group this is.
             send_on: sends, of a key range, a server the message.
         """
-        self._send_on = send_on
+        self._send_on, self.version = send_on, chain.version
         is_new = server == chain.newcomer
         self._replication = Replication(self.core, server=server, chain=chain, reach=self._reach, is_new=is_new)
 

@@ -135,7 +135,11 @@ class ParameterService:
             is_copy=chain.key_range != self._index,
             on_told=self._on_told,
         )
-        holding.configure(spec, has_copies=True)
+        try:
+            holding.configure(spec, has_copies=True)
+        except BaseException:
+            holding.close()
+            raise
         holding.replicate(chain, server=self._index, send_on=self._next_copies.send)
         self._holdings.append(holding)
         self._specs[chain.key_range], self._copies[chain.key_range] = spec, holding
@@ -260,10 +264,11 @@ class ParameterService:
     def _reform(self, chain: Chain, endpoints: Mapping[int, str]) -> None:
         self._next_copies.endpoints |= endpoints
         holding = self._copies.get(chain.key_range)
+        if holding is None or chain.version <= holding.version:
+            return  # it was told before this one was built, or after it was let drop
         if self._index not in (*chain.servers, chain.newcomer):
-            if holding is not None and not holding.is_new:  # else it was built since, to be given another copy
-                self._let_drop(chain.key_range)
-        elif holding is not None:
+            self._let_drop(chain.key_range)
+        else:
             holding.reform(chain)
             if chain.head == self._index:
                 self._on_serving(chain)

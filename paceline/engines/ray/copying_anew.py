@@ -37,6 +37,7 @@ class CopyingAnew:
         infos: of all servers, by number.
         chains: as they are.
         change: has one of them be so from here on.
+        tell: tells somebody, by name, how one of them is.
         say: shows a line where the run was started.
     """
 
@@ -47,12 +48,14 @@ class CopyingAnew:
         *,
         chains: Callable[[], Chains],
         change: Callable[[Chain], None],
+        tell: Callable[[str, Chain], None],
         say: Callable[[str], None],
     ) -> None:
         self._controller, self._infos = controller, infos
-        self._chains, self._change, self._say = chains, change, say
+        self._chains, self._change, self._tell, self._say = chains, change, tell, say
         self._building: _Building | None = None
         self._since_s: dict[int, float] = {}  # by key range that has a newcomer
+        self._built_by: dict[int, int] = {}  # by key range, the version of its chain that its newcomer was built by
         self._failures: Counter[tuple[int, tuple[int, ...]]] = Counter()  # by key range, and who has copies of it
         self._not_before_s = 0.0
 
@@ -97,9 +100,13 @@ class CopyingAnew:
         except RayError as error:
             self._fail(chain, last_line(error))
             return
-        if self._chains().chains[chain.key_range] == replace(chain, newcomer=None):  # else it has changed meanwhile
+        now = self._chains().chains[chain.key_range]
+        if now == replace(chain, newcomer=None):
             self._controller.event("copying", f"server-{chain.newcomer}", key_range=chain.key_range)
             self._change(chain)
+            self._built_by[chain.key_range] = chain.version
+        else:  # what was built is for nothing
+            self._tell(f"server-{chain.newcomer}", now)
 
     def hear(self, body: Mapping[str, Any]) -> None:
         """Take in what has become of a newcomer; to be called while all key ranges are served."""
@@ -107,6 +114,8 @@ class CopyingAnew:
         chain = self._chains().chains[told.key_range]
         if chain.newcomer is None or (chain.newcomer, chain.servers[-1:]) != (told.newcomer, told.servers[-1:]):
             return  # one of the two has died since
+        if told.version < self._built_by[told.key_range]:
+            return  # of an attempt before
         if why_not:
             self._change(replace(chain, newcomer=None))
             self._fail(chain, why_not)

@@ -3,6 +3,7 @@ ranges from then on, and has others given copies in its place, those that have j
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import final
 
 from paceline.engines.ray.controller import Controller
@@ -46,7 +47,9 @@ class Takeover:
         self._awaited: dict[int, tuple[Chain, float]] = {}  # by key range: who is to serve it, and since when
         self._parted: set[str] = set()
         self._told: set[str] = set()  # workers
-        self._copying = CopyingAnew(controller, self._infos, chains=lambda: self.chains, change=self._change, say=say)
+        self._copying = CopyingAnew(
+            controller, self._infos, chains=lambda: self.chains, change=self._change, tell=self._tell, say=say
+        )
         self._spreading = Spreading(
             controller, chains=lambda: self.chains, change=self._change, serve=self._have_served, say=say
         )
@@ -103,7 +106,8 @@ class Takeover:
         """This server's process has ended: have the next ones of its chains go on."""
         server, now_s = int(name.partition("-")[2]), time.monotonic()
         served = [chain.key_range for chain in self.chains.chains if chain.servers[0] == server]
-        self.chains, changed = self.chains.died(server)
+        after, changed = self.chains.died(server)
+        self.chains = replace(self.chains, dead=after.dead)
         process, left, why = self._infos[server].pid, len(self.chains.living), self._why(name)
         self._controller.event("server_lost", name, process=process, why=why, key_ranges=served, left=left)
         self._say(f"server {server} (process {process}) is lost: {why}; servers left: {left}")
@@ -117,6 +121,7 @@ class Takeover:
         """From here on this is the chain of its key range, as those in it are told, and those that were."""
         before = self.chains.chains[chain.key_range]
         self.chains = self.chains.changed(chain)
+        chain = self.chains.chains[chain.key_range]
         told = (*before.servers, *chain.servers, before.newcomer, chain.newcomer)
         for server in sorted(self.chains.living.intersection(told)):
             self._tell(f"server-{server}", chain)

@@ -26,6 +26,7 @@ from paceline.row_file import RowFile
 from paceline.server.closing import Applied
 from paceline.server.state import pack, unpack
 from paceline.server.tables.changes import ChangedKeys, Given
+from paceline.server.tables.giving import Giving
 from paceline.server.tables.row_optimizers import RowOptimizer, with_lr
 from paceline.server.tables.spec import RowGradients, TableSpec, summed
 from paceline.server.tables.storage import InFiles, InMemory, Storage, TableFiles
@@ -81,6 +82,7 @@ class TableShards:
         self._new_memory = new_memory
         self._storage: Storage = InMemory()
         self._tables: list[Table] = []
+        self._opened: Mapping[str, Any] = {}  # as it was asked for
         self._changed: list[ChangedKeys] = []  # by table
         self._waiting: dict[int, _Waiting] = {}  # by worker
         self._given: dict[int, dict[int, Given]] = {}  # by worker and table: what was read ahead last
@@ -152,6 +154,29 @@ class TableShards:
         gradients = RowGradients(torch.empty(count, dtype=torch.int64), spec.empty_rows(count, spec.computed))
         return RowUpdate(told["table"], gradients, with_lr(spec.optimizer, told["lr"]))
 
+    def asked_for(self) -> Iterator[Message]:
+        """What another copy is to be asked, so that it has these tables, without rows, and all that waits."""
+        if self._tables:
+            yield Message(Kind.OPEN_TABLES, 0, body=self._opened)
+        for worker, waiting in self._waiting.items():
+            given = [None if each is None else len(each.keys) for each in waiting.gradients]
+            body = {"weight": waiting.weight, "counts": given, "lrs": [each.lr for each in waiting.optimizers]}
+            pairs = zip(self._tables, waiting.gradients, strict=True)
+            sent = [(each.keys, each.values.to(table.spec.sent)) for table, each in pairs if each is not None]
+            payload = to_frames([tensor for pair in sent for tensor in pair])
+            yield Message(Kind.PUSH_ROWS, 0, sender=worker, clock=waiting.clock, body=body, payload=payload)
+
+    def give(self) -> Giving:
+        """Begin to give another copy all rows."""
+        return Giving(self._tables)
+
+    def take_states(self, states: Mapping[str, Tensor]) -> None:
+        """What `Giving` gives. Raises KeyError, and UsageError where there is no room."""
+        for number, table in enumerate(self._tables):
+            start = f"{number}."
+            own = {name.removeprefix(start): each for name, each in states.items() if name.startswith(start)}
+            table.take_states(own)
+
     def leave(self, worker: int) -> None:
         """It has trained."""
         self._given.pop(worker, None)
@@ -201,6 +226,7 @@ class TableShards:
             raise ValueError(f"{num!r} servers")
         self._tables = [Table(spec, self._storage, num_servers=num, is_lent=self.may_lend) for spec in specs]
         self._changed = [ChangedKeys(table.all_keys) for table in self._tables]
+        self._opened = message.body
         return {}
 
     def _show(self, message: Message) -> Fields:

@@ -25,6 +25,7 @@ _LOOKS = 8
 """How often a table looks at all rows in the time that one may stay without an update. Where there are too many rows, a
 part of them is looked at at a time."""
 _LAST, _COUNT, _UPDATES, _SEED = "last", "count", "updates", "seed"
+_ASKED, _EVICTED, _DROPPED = "asked", "evicted", "dropped"
 
 
 @final
@@ -51,6 +52,8 @@ class Table:
         self._piece = max(1, self._storage.piece_bytes // (spec.dim * spec.dtype.itemsize))
         self._groups = self._empty()
         self._saved: Saved | None = None
+        self._changed: list[Tensor] | None = None
+        """Keys whose entries have changed or gone, while somebody follows this table."""
 
     def __len__(self) -> int:
         """How many rows take memory."""
@@ -108,6 +111,7 @@ class Table:
         """
         optimizer = optimizer or self.spec.optimizer
         self.num_updates += 1
+        self._follow(gradients.keys)
         pieces = zip(gradients.keys.split(self._piece), gradients.values.split(self._piece), strict=True)
         touched = sum(self._update(keys, values, optimizer) for keys, values in pieces)
         if self.spec.evicts:
@@ -161,11 +165,70 @@ class Table:
         """Forget what was not updated for long, and what was longest not if there is too much."""
         after, most = self.spec.evict_after, self.spec.max_rows
         if after and self.num_updates % max(1, after // _LOOKS) == 0:
-            entries.drop((entries.column(_LAST)[:, 0] <= self.num_updates - after).nonzero()[:, 0])
+            self._drop(entries, (entries.column(_LAST)[:, 0] <= self.num_updates - after).nonzero()[:, 0])
         if most and len(entries) > (most := -(-most // self._num_servers)):
             by_key = entries.keys.argsort()  # so that a tie is broken alike wherever rows lie
             oldest = by_key[entries.column(_LAST)[by_key, 0].argsort(stable=True)]
-            entries.drop(oldest[: len(entries) - (most - most // _LOOKS)])
+            self._drop(entries, oldest[: len(entries) - (most - most // _LOOKS)])
+
+    def _drop(self, entries: Entries, slots: Tensor) -> None:
+        self._follow(entries.keys[slots])
+        entries.drop(slots)
+
+    def follow(self, *, on: bool = True) -> None:
+        """Have it noted from here on which keys change, or no longer."""
+        self._changed = [] if on else None
+
+    def _follow(self, keys: Tensor) -> None:
+        if self._changed is not None:
+            self._changed.append(keys)
+
+    def take_changed(self) -> Tensor:
+        """The keys that have changed, or gone, since it was asked last, each once."""
+        changed, self._changed = self._changed or [], []
+        unique: Tensor = torch.cat([torch.empty(0, dtype=torch.int64), *changed]).unique()
+        return unique
+
+    def groups(self) -> list[tuple[str, int]]:
+        """What some keys have in common, and how many these are: for `some_keys`."""
+        return [(prefix, len(entries)) for prefix, entries in self._groups.items()]
+
+    def some_keys(self, group: str, stop: int, *, num_bytes: int) -> tuple[Tensor, int]:
+        """A copy of the keys of a group in slots before this one, as far as there are any, with entries of about so
+        many bytes; and the first of these slots."""
+        entries = self._groups[group]
+        stop = min(stop, len(entries))
+        begin = max(0, stop - max(1, num_bytes // entries.entry_bytes))
+        return entries.keys[begin:stop].clone(), begin
+
+    def states(self, keys: Tensor) -> dict[str, Tensor]:
+        """What there is of these keys, each of which comes once, and how far the table is: for `take_states`, as
+        copies."""
+        state = {_ASKED: keys, _EVICTED: torch.tensor(self.num_evicted), _DROPPED: torch.tensor(self.num_dropped)}
+        groups = {}
+        for prefix, entries in self._groups.items():
+            slots = entries.find(keys)
+            groups[prefix] = self._copies(entries, slots[slots >= 0])
+        return {**state, **self._with_numbers(groups)}
+
+    def take_states(self, state: Mapping[str, Tensor]) -> None:
+        """Have of these keys what another copy of this table has. Raises KeyError, and UsageError where there is no
+        room."""
+        asked = state[_ASKED]
+        for prefix, entries in self._groups.items():
+            given = {name: state[prefix + name] for name in (KEYS, *entries.widths)}
+            gone = entries.find(asked[~torch.isin(asked, given[KEYS])])
+            entries.drop(gone[gone >= 0])
+            for start in range(0, len(given[KEYS]), self._piece):
+                some = {name: values[start : start + self._piece] for name, values in given.items()}
+                keys, slots = some[KEYS], entries.find(some.pop(KEYS))
+                is_new = slots < 0
+                entries.put(slots[~is_new], {name: values[~is_new] for name, values in some.items()})
+                entries.add(keys[is_new], {name: values[is_new] for name, values in some.items()})
+                self._storage.trim()
+        self.num_updates, self._seed = int(state[_UPDATES]), int(state[_SEED])
+        self.num_evicted, self.num_dropped = int(state[_EVICTED]), int(state[_DROPPED])
+        self._saved = None
 
     def require(self, gradients: RowGradients) -> None:
         """Raises UsageError if `update` cannot take these: a key is none of the table's or comes twice, or a gradient
@@ -244,13 +307,13 @@ class Table:
     def _changed_pieces(self, saved: Saved) -> Iterator[dict[str, Tensor]]:
         """The rows that have changed, as `_pieces` gives all; tensors are copies."""
         for slots in saved.changed(max(1, _SAVED_BYTES // self._rows.entry_bytes)):
-            yield self._with_numbers({"": self._copies(slots)})
+            yield self._with_numbers({"": self._copies(self._rows, slots)})
 
-    def _copies(self, slots: Tensor) -> dict[str, Tensor]:
-        """Keys and columns of these rows."""
+    def _copies(self, entries: Entries, slots: Tensor) -> dict[str, Tensor]:
+        """Keys and columns in these slots."""
         parts = []
         for some in slots.split(self._piece):
-            parts.append({KEYS: self._rows.keys.index_select(0, some), **self._rows.at(some)})
+            parts.append({KEYS: entries.keys.index_select(0, some), **entries.at(some)})
             self._storage.trim()
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

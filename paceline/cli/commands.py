@@ -13,7 +13,7 @@ SUMMARIES = {
     "compare": "Run SCRIPT under every combination of strategy, workers and seed, and say which gets there first.",
     "plan": "Predict what a step of SCRIPT takes under every strategy, for every number of workers and servers of a "
     "cluster.",
-    "scale": "Have more or fewer workers, or more servers, in a run that was started with --elastic MIN:MAX.",
+    "scale": "Have more or fewer workers, or more servers, in a run with --elastic while it goes on.",
     "runs": "List the runs in a folder, and which of them are under way on this host.",
     "attach": "Show a run of this host until it ends, and exit as it does: with 0, 130 if it was stopped, else 1.",
     "stop": "Have a run that is under way on this host save itself and end, as Ctrl-C in its terminal does.",

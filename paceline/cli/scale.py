@@ -19,8 +19,7 @@ def scale(
         int | None, typer.Option(help="Servers that it is to have; with replicas.", show_default=False)
     ] = None,
 ) -> None:
-    """Have more or fewer workers train, or more servers serve, in a run that was started with --elastic MIN:MAX, while
-    it goes on.
+    """Have more or fewer workers, or more servers, in a run with --elastic while it goes on.
 
     New workers take the state of one that trains, and join it between two steps. Those that leave do so between two
     steps, the ones that came last first; their data are dealt to the others. New servers are given copies of key

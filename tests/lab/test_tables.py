@@ -217,7 +217,8 @@ def test_a_metric_may_have_any_name(tmp_path: Path, metric: str) -> None:
     evaluations = tmp_path / "s" / "trials" / "single-n1-s0" / "evaluations.jsonl"
     evaluations.unlink()
     writer = RecordWriter(evaluations.parent)
-    writer.write([EvaluationRecord(1, 1.0, 1, {metric: value}, 0.0) for value in (0.5, math.inf, 0.25)])
+    values = enumerate((0.5, math.inf, 0.25), 1)
+    writer.write([EvaluationRecord(iteration, 1.0, 1, {metric: value}, 0.0) for iteration, value in values])
     writer.close()
     assert only(made.frames.trials)[["best_metric", "last_metric"]].tolist() == [0.5, 0.25]
     assert made.verdict.lines

@@ -56,6 +56,8 @@ class Site:
         assert all(map(can_lend, specs))
         self.cores = [ServerCore(index=index, epoch=1) for index in range(servers)]
         self.gradients = [SharedBlock.create(LAYOUT.num_bytes) for _ in range(size)]
+        for block in self.gradients:
+            block.close_descriptor()
         self.parameters = [torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(size)]
         for rank in range(size):
             self.gradients[rank].tensor.view(torch.float32).copy_(torch.arange(LAYOUT.num_bytes // 4) * (rank + 1) / 7)
@@ -68,6 +70,8 @@ class Site:
         self.ask(Message(Kind.INITIALISE, 1))
         self.lendings = list(map(Lending, specs))
         blocks = [SharedBlock.open(lending.address) for lending in self.lendings]
+        for lending in self.lendings:
+            lending._block.close_descriptor()
         self.each = [
             [
                 SelfService(

@@ -63,13 +63,24 @@ def test_records_read_back_as_written(
     record_type: type[Any], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     directory = tmp_path_factory.mktemp("run")
-    records = data.draw(st.lists(RECORDS[record_type], max_size=5))
+    once_evaluated = (lambda record: record.iteration) if record_type is EvaluationRecord else None
+    records = data.draw(st.lists(RECORDS[record_type], max_size=5, unique_by=once_evaluated))
     half = len(records) // 2
     write(directory, records[:half])
     write(directory, records[half:])  # another process goes on with the same files
     assert read_records(directory, record_type) == records
     for record in records:
         assert from_plain(to_plain(record)) == record
+
+
+def test_an_iteration_is_evaluated_once(tmp_path: Path) -> None:
+    """Whoever takes the place of the first worker says it again, in case that has not."""
+    first, again, later = (
+        EvaluationRecord(iteration, time_s, 10, {"loss": 0.5}, 0.1)
+        for iteration, time_s in ((3, 1.0), (3, 2.0), (6, 3.0))
+    )
+    write(tmp_path, [first, again, later])
+    assert read_records(tmp_path, EvaluationRecord) == [first, later]
 
 
 def test_records_reach_the_disk_at_flush(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def pushes(monkeypatch: pytest.MonkeyPatch) -> Pushes:
         own, nothing = whole(gradients), [torch.zeros_like(each) for each in gradients]
         owed = whole(nothing if shard.left is None else shard.left)
         methods[name](pushed, **given)
+        pushed.decode_in_place()
         left = whole(shard.left_next or nothing)
         found[pushed._server, pushed._rank].append(Push(own, owed, whole(gradients), left, name == "take_along"))
 

@@ -92,3 +92,13 @@ def test_who_has_built_for_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch) -
     ((name, told),) = launcher.told
     assert (name, told) == ("server-1", replace(LACKING, epoch=2))
     assert told.version > built_by
+
+
+def test_who_has_died_since_it_was_built_is_no_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No chain named it when the launcher heard of its death."""
+    launcher = Launcher(monkeypatch)
+    launcher.build()
+    launcher.chains, changed = launcher.chains.died(1)
+    assert changed == []
+    launcher.copying.turn(launcher.servers)
+    assert launcher.chain == LACKING

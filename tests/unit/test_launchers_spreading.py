@@ -98,6 +98,10 @@ class Scaled:
     def __init__(self) -> None:
         self.wanted: list[int] = []
 
+    def require_allowed(self, wanted: int) -> None:
+        if wanted > 9:
+            raise UsageError(f"{wanted} are too many")
+
     def scale(self, wanted: int) -> str:
         self.wanted.append(wanted)
         return f"{wanted} there"
@@ -118,6 +122,15 @@ def test_what_was_asked_for_before_the_run_had_begun_comes_then() -> None:
     assert (workers.wanted, servers.wanted) == ([2], [4])
     assert asked({"do": "scale", "workers": None, "servers": 5}) == "5 there"
     assert (workers.wanted, servers.wanted) == ([2], [4, 5])
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(99, 3), (2, 99)])
+def test_what_cannot_be_had_is_refused_before_any_of_it_is_done(workers: int, servers: int) -> None:
+    asked, of_workers, of_servers = answers(), Scaled(), Scaled()
+    scaled_by(asked, of_workers, of_servers)
+    with pytest.raises(UsageError):
+        asked({"do": "scale", "workers": workers, "servers": servers})
+    assert of_workers.wanted == of_servers.wanted == []
 
 
 def test_servers_without_replicas_and_runs_that_are_not_elastic_are_refused() -> None:

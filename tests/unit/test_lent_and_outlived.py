@@ -276,3 +276,42 @@ def test_what_a_worker_has_done_is_of_its_last_push_wherever_that_went() -> None
     take_back()
     said = [core.part_with(worker).counted for worker in range(2)]
     assert [(push.clock, Done(*push.body["done"]).steps) for push in said if push is not None] == [(3, 4), (2, 3)]
+
+
+def test_a_push_that_a_dead_worker_left_half_counted_is_answered_once() -> None:
+    """The last one to push makes the first server's update alone, and pushes again by message."""
+    site = Site(bsp, 3, SGD, servers=2, joiners=0)
+
+    def push_by_message(rank: int, clock: int) -> list[Message]:
+        body = {"done": list(Done(steps=clock + 1))}
+        return site.ask(Message(Kind.EXCHANGE, 1, sender=rank, clock=clock, pause_at=FOREVER, body=body))
+
+    def take_back() -> None:
+        for core, lending in zip(site.cores, site.lendings, strict=True):
+            core.served_themselves(lending.take_back(core.parts).counted)
+
+    for rank in range(3):
+        push_by_message(rank, 0)
+    site.lend()
+    last, _, first = site.workers
+    assert first.push(Done(steps=2))
+    for each in site.each[1]:
+        assert each.may_push()
+    site.each[1][0].push(Done(steps=2))
+    assert last.push(Done(steps=2))
+    take_back()
+    counts = what_counts([core.part_with(1) for core in site.cores])
+    for core in site.cores:
+        list(core.let_go(1, counts, 0.0))
+    assert [worker.take() for worker in (last, first)] == [None, None]
+    answers = [answer for rank in (0, 2) for answer in push_by_message(rank, 1)]
+    assert {answer.clock for answer in answers} == {2}
+    site.lend()
+    assert last.push(Done(steps=3))
+    assert not last.is_over
+    assert first.push(Done(steps=3))
+    for worker in (last, first):
+        served = worker.take()
+        assert served is not None
+        assert {(each.iteration, each.clock) for each in served} == {(3, 3)}
+    assert torch.equal(site.parameters[0], site.parameters[2])

@@ -85,7 +85,7 @@ class SelfService:
 
     def push(self, done: Done | None) -> None:
         """Contribute this worker's gradient, which it may; the lock must be held."""
-        loan = self.loan
+        loan, self._served = self.loan, None  # what came of a push that another server lacked, which a message took
         index = loan.in_force
         version = self._sides[index].version
         words = version.words

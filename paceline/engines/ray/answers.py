@@ -62,6 +62,10 @@ class Answers:
                 )
         if self._newcomers is None:
             return self._remembered(wanted)
+        if "servers" in wanted:
+            self._servers().require_allowed(wanted["servers"])
+        if "workers" in wanted and self._elastic is not None:
+            require_allowed(self._elastic, wanted["workers"])
         told = [self._servers().scale(wanted["servers"])] if "servers" in wanted else []
         return "; ".join(told + ([self._newcomers.scale(wanted["workers"])] if "workers" in wanted else []))
 

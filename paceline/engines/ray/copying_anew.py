@@ -100,7 +100,10 @@ class CopyingAnew:
         except RayError as error:
             self._fail(chain, last_line(error))
             return
-        now = self._chains().chains[chain.key_range]
+        chains = self._chains()
+        now = chains.chains[chain.key_range]
+        if chain.newcomer not in chains.living:
+            return  # it has died since, while no chain named it
         if now == replace(chain, newcomer=None):
             self._controller.event("copying", f"server-{chain.newcomer}", key_range=chain.key_range)
             self._change(chain)

@@ -74,12 +74,23 @@ class NewServers:
                 self._say(f"server {_number(name)} does not join: it could not be started: {why}; the others go on")
                 self._dismiss(name)
 
-    def scale(self, wanted: int) -> str:
-        """Have so many servers, as soon as they have come; says what happens. Raises UsageError for fewer than there
-        are."""
-        there, num_ranges = self._num_there, len(self._takeover.chains.chains)
+    def require_allowed(self, wanted: int) -> None:
+        """Raises UsageError for fewer servers than there are, or more than can have anything."""
+        chains, there = self._takeover.chains, self._num_there
+        num_ranges, num_copies = len(chains.chains), chains.replicas + 1
         if wanted < there:
             raise UsageError(f"--servers {wanted}: the run has {there} servers, and those that are there stay")
+        if wanted > num_ranges * num_copies:
+            raise UsageError(
+                f"--servers {wanted}: {num_ranges} key ranges with {num_copies} copies each are something for "
+                f"{num_ranges * num_copies} servers at most; start a run with more by --option ranges=K"
+            )
+
+    def scale(self, wanted: int) -> str:
+        """Have so many servers, as soon as they have come; says what happens. Raises UsageError as
+        `require_allowed`."""
+        self.require_allowed(wanted)
+        there, num_ranges = self._num_there, len(self._takeover.chains.chains)
         self._wanted, self._num_asked = wanted, wanted - there
         told = f"the run has {there} servers"
         told += f"; {wanted - there} more start" if wanted > there else ""

@@ -250,7 +250,7 @@ def test_workers_and_hosts_die_and_are_cut_off(four_hosts: Network, tmp_path: Pa
     workers_and_hosts_die_and_are_cut_off(four_hosts, four_hosts.start_ray(), tmp_path / "deaths")
 
 
-def test_workers_join_and_none_is_left_alone(four_hosts: Network, tmp_path: Path) -> None:
+def test_workers_join_and_hosts_are_struck(four_hosts: Network, tmp_path: Path) -> None:
     """A run after the other on one cluster, which takes long to start."""
     network, address = four_hosts, four_hosts.start_ray(3)
     workers_join_on_a_host_that_comes(network, address, tmp_path / "joins")
@@ -261,7 +261,12 @@ def test_workers_join_and_none_is_left_alone(four_hosts: Network, tmp_path: Path
     workers_join_and_die_in_rounds(network, address, tmp_path / "delayed", more=":delay=1:alpha=0.5")
     workers_join_and_die_between_neighbours(network, address, tmp_path / "neighbours")
     chaos_strikes_links_and_nodes(network, address, tmp_path / "chaos")
-    nobody_goes_on_alone_on_the_other_side(network, address, tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_none_goes_on_alone(four_hosts: Network, tmp_path: Path) -> None:
+    """On a cluster of which no host has been struck: one that has may be on its way back."""
+    nobody_goes_on_alone_on_the_other_side(four_hosts, four_hosts.start_ray(3), tmp_path / "alone")
 
 
 def finish_whole(process: subprocess.Popen[str], out: Path, *, gradients: int) -> None:

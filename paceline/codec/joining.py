@@ -118,7 +118,7 @@ def join(
 def join_all(
     codec: Codec, peers: Peers, values: Tensor, kept: Kept, now: Keeping, *, regions: Sequence[Region]
 ) -> None:
-    """As `join`, without the codec: all that workers have and owe travels, and afterwards nobody owes anything."""
+    """Do what `join` does without the codec: workers send all that they have and owe, and owe nothing afterwards."""
     owing = handed_on(kept, codec, regions, rank=peers.rank, size=peers.size)
     if "left" in owing:
         values.add_(owing["left"], alpha=codec.decay)

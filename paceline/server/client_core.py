@@ -353,7 +353,7 @@ class ClientCore:
 
     @property
     def clock(self) -> int:
-        """What this worker pushes next belongs to."""
+        """The clock that this worker's next push belongs to."""
         return self._clock
 
     @property

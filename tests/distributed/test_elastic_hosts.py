@@ -263,7 +263,6 @@ def test_workers_join_and_hosts_are_struck(four_hosts: Network, tmp_path: Path) 
     chaos_strikes_links_and_nodes(network, address, tmp_path / "chaos")
 
 
-@pytest.mark.slow
 def test_none_goes_on_alone(four_hosts: Network, tmp_path: Path) -> None:
     """On a cluster of which no host has been struck: one that has may be on its way back."""
     nobody_goes_on_alone_on_the_other_side(four_hosts, four_hosts.start_ray(3), tmp_path / "alone")

@@ -72,6 +72,6 @@ def identity_of_server(server: int, key_range: int) -> bytes:
 
 @functools.lru_cache
 def server_of(identity: bytes) -> int | None:
-    """Whose name `identity_of_server` gives this is; none: it is none of these."""
+    """Read from a name that `identity_of_server` gives which server has it; none where it is another name."""
     found = re.fullmatch(rb"server-(\d{1,9})@\d+", identity)
     return int(found[1]) if found else None

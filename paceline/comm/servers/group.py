@@ -113,7 +113,7 @@ class ServerGroup(Store):
 
     @property
     def clock(self) -> int:
-        """What this worker pushes next belongs to."""
+        """The clock that this worker's next push belongs to."""
         return self._client.clock
 
     def expect_alike(self) -> None:

@@ -88,7 +88,7 @@ class Holding:
         self._send_on: Callable[[int, int, Message], None] | None = None
         self._put_off: list[Callable[[], None]] = []
         self.version = 0
-        """Of the chain of copies that this one was built by."""
+        """The version of the chain of copies that the launcher had when this copy was built."""
 
     @property
     def iteration(self) -> int:

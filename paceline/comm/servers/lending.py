@@ -34,7 +34,7 @@ the servers, which lend nothing while it is there."""
 
 
 class Returned(NamedTuple):
-    """What workers have done with what was lent to them."""
+    """What a server learns when it takes its shards back: which gradients workers have applied to them."""
 
     applied: list[Applied]
     """The gradients applied since they were last looked for."""

@@ -78,7 +78,7 @@ class Version:
         self.words[start : start + _DONE_WORDS] = array("q", done)
 
     def counted(self, start: int) -> None:
-        """What it has pushed last counts."""
+        """This version has the last gradient of the worker whose words begin there: take over what that had done."""
         words, start = self.words, start + _PUSHED
         words[start + _DONE_WORDS : start + 2 * _DONE_WORDS] = words[start : start + _DONE_WORDS]
 

@@ -60,18 +60,16 @@ class Answers:
                 raise UsageError(
                     f"the run was started without --elastic MIN:MAX, so that its number of {what} stays as it is"
                 )
+        if "workers" in wanted and self._elastic is not None:
+            require_allowed(self._elastic, wanted["workers"])
         if self._newcomers is None:
             return self._remembered(wanted)
         if "servers" in wanted:
             self._servers().require_allowed(wanted["servers"])
-        if "workers" in wanted and self._elastic is not None:
-            require_allowed(self._elastic, wanted["workers"])
         told = [self._servers().scale(wanted["servers"])] if "servers" in wanted else []
         return "; ".join(told + ([self._newcomers.scale(wanted["workers"])] if "workers" in wanted else []))
 
     def _remembered(self, wanted: Mapping[str, int]) -> str:
-        if "workers" in wanted and self._elastic is not None:
-            require_allowed(self._elastic, wanted["workers"])
         self._wanted.update(wanted)
         numbers = " and ".join(f"{number} {what}" for what, number in wanted.items())
         return f"the run starts; there are to be {numbers} once it trains"

@@ -1,6 +1,5 @@
 """Flat gradient buckets: every `param.grad` is a view of its bucket, and a full bucket is announced during backward."""
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
@@ -11,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.arrays import as_array, is_finite
 from paceline.errors import PacelineError, UsageError
+from paceline.gradient_views import GradientViews
 from paceline.hooks import OwnHook, Telling
 from paceline.layout import NUM_FLAGS, Layout
 
@@ -23,28 +23,6 @@ _GRADIENT: Any = Tensor.grad
 _grad_of = _GRADIENT.__get__  # which `GradientReads` does not take for a read of the script's
 _TURNS, _HALF_TURNS = 16, 3  # how many are told apart
 _LEAST_VARIANCE = 1e-3
-
-
-_count_uses: Callable[[int], int] = torch._C._storage_Use_Count
-_swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)  # which torch has not always had
-
-
-def _in_own_storage(view: Tensor) -> Tensor:
-    """The same memory, in a storage that no other tensor shares. Changes in place count for both."""
-    own = view.detach()
-    own.data = torch.from_dlpack(view)
-    return own
-
-
-def _uses_of(views: list[Tensor]) -> tuple[int, int]:
-    """How many references this version of Python counts to a view that nobody else holds, and how many torch does to
-    its storage; `adopt` compares with them."""
-    view = views[0]
-    storage = view.untyped_storage()
-    return sys.getrefcount(view), _count_uses(storage._cdata)
-
-
-_OWN_REFERENCES, _OWN_USES = _uses_of([_in_own_storage(torch.zeros(1))])
 
 
 class OutOfTurn(Exception):
@@ -86,10 +64,12 @@ class GradientBuckets:
         self.layout = layout
         self.parameters = list(parameters)
         self._apart = apart
-        self.views = list(map(_in_own_storage, layout.views(buffer)))
-        self._storages = [view.untyped_storage() for view in self.views]
-        self._places = [view.data_ptr() for view in self.views]
         flats = [segment.view(buffer) for segment in layout.segments]
+        self._bucket_of = {slot.index: i for i, segment in enumerate(layout.segments) for slot in segment.slots}
+        places = layout.views(buffer)
+        self._given = GradientViews(places, [flats[self._bucket_of[index]] for index in range(len(places))])
+        self.views = self._given.views
+        self._places = [view.data_ptr() for view in self.views]
         ends = [flat.numel() - segment.tail for flat, segment in zip(flats, layout.segments, strict=True)]
         self.buckets = [Bucket(flat, flat[:end], flat[end:]) for flat, end in zip(flats, ends, strict=True)]
         self.is_synchronizing = True
@@ -105,7 +85,6 @@ class GradientBuckets:
         self._num_turns = [_HALF_TURNS if flat.itemsize <= _HALF_BYTES else _TURNS for flat in flats]
         self._used: list[list[float]] = [[] for _ in flats]  # one a gradient, above zero where there is one
         self._readable_flags = [as_array(_real(bucket.flags)) for bucket in self.buckets]
-        self._bucket_of = {slot.index: i for i, segment in enumerate(layout.segments) for slot in segment.slots}
         self._indices = [[slot.index for slot in segment.slots] for segment in layout.segments]
         self._missing = [len(indices) for indices in self._indices]
         self._next_bucket = 0
@@ -247,16 +226,14 @@ class GradientBuckets:
         # All at once: on a conv net this takes 40 us, and gradient by gradient 100.
         used, new, views = [], [], []
         for index in indices:
-            parameter, view = self.parameters[index], self.views[index]
+            parameter = self.parameters[index]
             gradient = _grad_of(parameter)
             used.append(0.0 if gradient is None else 1.0)
             if index in self._apart:
                 continue
-            if gradient is not view and (
-                sys.getrefcount(view) > _OWN_REFERENCES or _count_uses(self._storages[index]._cdata) > _OWN_USES
-            ):
-                self._leave_to_script(index)
-                view = self.views[index]
+            if gradient is not self.views[index] and self._given.is_kept(index):
+                self._given.leave(index)  # the script keeps a gradient of an earlier pass
+            view = self.views[index]
             if gradient is None:
                 view.zero_()
             elif gradient is not view:
@@ -277,21 +254,6 @@ class GradientBuckets:
         """Some rank has a gradient of the parameter, or none has."""
         if index not in self._apart:
             self.parameters[index].grad = self.views[index] if is_used else None
-
-    def _leave_to_script(self, index: int) -> None:
-        """The script has kept a gradient of an earlier pass, or another tensor of its memory: all of these move
-        elsewhere together, before another gradient takes the place."""
-        kept = self.views[index]
-        self.views[index] = view = kept.detach()
-        elsewhere = kept.clone()
-        if _swap is None:
-            kept.data = elsewhere
-            return
-        storage, self._storages[index] = self._storages[index], elsewhere.untyped_storage()
-        _swap(storage, self._storages[index])
-        view.data = elsewhere
-        # An array of numpy's that the script has made of it has not moved: the memory stays for as long.
-        storage.__dict__["_paceline_memory"] = self.buckets[self._bucket_of[index]].flat
 
     def _announce(self) -> None:
         self.adopt(self._next_bucket)

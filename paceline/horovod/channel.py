@@ -1,12 +1,13 @@
 """One process set's operations under way: who drives them, and when ranks say what is new."""
 
+import math
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
@@ -17,14 +18,34 @@ from paceline.horovod.execution import Batch, Executor
 from paceline.horovod.ledger import Ledger
 from paceline.horovod.negotiation import Negotiator, News
 from paceline.horovod.requests import Request
+from paceline.horovod.rooms import Room
 from paceline.horovod.settings import Settings
 from paceline.horovod.timeline import Timeline
 
 _LEAVE_WITHIN_S = 5.0
-_ENOUGH_BYTES = 2**20
-"""So many bytes are worth a round of their own, though more is being asked for."""
+_CYCLE_S, _CROWDED_S = 1e-3, 0.1
 _LONGEST_CYCLES = 8
 """Looks at whether a script still asks are this far apart at last; each takes the interpreter from it."""
+
+
+class _Pace(NamedTuple):
+    """When the channel's thread takes up operations that nobody waits for."""
+
+    look_s: float
+    """Nothing more has been asked for since the last look, which was so long ago."""
+    longest_s: float
+    """Looks become rarer up to here."""
+    enough_bytes: float
+    """So many are worth a round of their own, though more is being asked for."""
+
+    @classmethod
+    def of(cls, cycle_s: float | None, *, is_crowded: bool) -> "_Pace":
+        # Without an idle core nothing is hidden behind backward: seventeen rounds in that of a ResNet-18 took 25 ms of
+        # a core a step, and one at its end takes 6.
+        if cycle_s is None and is_crowded:
+            return cls(_CROWDED_S, _CROWDED_S, math.inf)
+        cycle_s = _CYCLE_S if cycle_s is None else cycle_s
+        return cls(cycle_s, _LONGEST_CYCLES * cycle_s, 2**20)
 
 
 @dataclass(eq=False, slots=True)
@@ -59,13 +80,14 @@ class Channel:
 
     Ranks meet in rounds. A rank takes part in the next one while it waits for an operation, so that nobody turns in
     circles: who has asked for nothing is waited for. Rounds are driven by whoever waits in `wait`. A thread of the
-    channel's own drives them when nothing more has been asked for since `cycle_s`, or when much waits; a script that
+    channel's own drives them when nothing more has been asked for since a cycle, or when much waits; a script that
     asks for one operation after another is not disturbed, and has one round for all of them.
 
     Args:
         collective: of the set's ranks; owned from here on.
         ranks: the set's ranks, as the script counts them.
         ledger: where the time goes is booked there.
+        is_crowded: ranks that compute leave no core idle.
     """
 
     def __init__(
@@ -77,10 +99,12 @@ class Channel:
         timeline: Timeline,
         ledger: Ledger,
         name: str,
+        is_crowded: bool,
     ) -> None:
         self.collective, self.ranks = collective, tuple(ranks)
         collective.set_deadline(None)  # a rank may compute for as long as it likes; its death ends every wait
         self._settings, self._timeline, self._ledger, self._name = settings, timeline, ledger, name
+        self._pace = _Pace.of(settings.cycle_s, is_crowded=is_crowded)
         self._negotiator = Negotiator(ranks, num_remembered=settings.num_remembered)
         self._executor = Executor(collective, fusion_bytes=settings.fusion_bytes, ranks=self.ranks, timeline=timeline)
         self._lock = threading.Lock()
@@ -126,8 +150,18 @@ class Channel:
             elif self._is_idle:
                 self._is_idle = False
                 self._changed.notify_all()
-            if before_bytes < _ENOUGH_BYTES <= self._new_bytes:
+            if before_bytes < self._pace.enough_bytes <= self._new_bytes:
                 self._is_urgent.set()
+
+    def room_of(self, request: Request) -> Room | None:
+        """Where the request's tensors were reduced before; none if they were not, or elsewhere."""
+        return self._executor.rooms.find(request)
+
+    def poll(self, operation: Operation) -> bool:
+        """Whether it is over; somebody asks for it, so that it does not lie any longer."""
+        if not operation.is_over:
+            self._is_urgent.set()
+        return operation.is_over
 
     def wait(self, operation: Operation) -> None:
         """Return once it is over. Raises what ended it."""
@@ -218,12 +252,12 @@ class Channel:
             self._changed.wait_for(lambda: self._is_ended or bool(self._asked))
             self._is_idle = False
         # The lock is not held here, nor taken at every look: whoever asks would wait for this thread to get its turn.
-        patience_s, count = self._settings.cycle_s, -1
+        patience_s, count = self._pace.look_s, -1
         while not self._is_ended and count != len(self._new):
             count = len(self._new)
             if self._is_urgent.wait(patience_s):
                 break
-            patience_s = min(2 * patience_s, _LONGEST_CYCLES * self._settings.cycle_s)
+            patience_s = min(2 * patience_s, self._pace.longest_s)
         self._is_urgent.clear()
         return not self._is_ended
 
@@ -252,7 +286,7 @@ class Channel:
                 self._last_joined, self._has_joined = last, False
             if not due and not any(news.known or news.requests for news in everyone):
                 self._missing = self._negotiator.missing()
-                time.sleep(self._settings.cycle_s)  # all wait for different things
+                time.sleep(_CYCLE_S)  # all wait for different things
         except Exception as error:
             self._fail(error)
 

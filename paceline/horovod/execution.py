@@ -13,7 +13,17 @@ from paceline.comm.base import Collective, ReduceOp, Work
 from paceline.horovod.adasum import adasum
 from paceline.horovod.flat import Flat
 from paceline.horovod.negotiation import Due, Ready
-from paceline.horovod.requests import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, REDUCESCATTER, dtype_of
+from paceline.horovod.requests import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    REDUCESCATTER,
+    Request,
+    dtype_of,
+)
+from paceline.horovod.rooms import Room, Rooms
 from paceline.horovod.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -39,6 +49,10 @@ class Batch:
     def dtypes(self) -> tuple[str, ...]:
         """Each is moved by itself; the same on all ranks."""
         return tuple(dict.fromkeys(dtype for each in self.ready for dtype in each.request.dtypes))
+
+    @functools.cached_property
+    def has_rooms(self) -> bool:
+        return self.ready[0].request.has_room
 
     @functools.cached_property
     def is_on_cpu(self) -> bool:
@@ -67,6 +81,7 @@ class Executor:
         self._timeline = timeline
         self._buffer: Tensor | None = None
         self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self.rooms = Rooms(collective)
         self._cut: dict[int, list[Batch]] = {}  # by the numbers of what was agreed on
         self._do: dict[str, Callable[[Operation, Tensor], Any]] = {
             ALLGATHER: self._all_gather,
@@ -109,6 +124,9 @@ class Executor:
             for ready in batch.ready:
                 self._timeline.begins(ready.request)
         kind = batch.ready[0].request.kind
+        if kind == ALLREDUCE and batch.has_rooms:
+            self._reduce_in_rooms(batch, operations)
+            return
         if kind == ALLREDUCE:
             self._all_reduce(batch, operations)
             return
@@ -150,6 +168,30 @@ class Executor:
                 those, results = zip(*chosen, strict=True)
                 self._reduce(batch, those, results, tuple(tuple(each.shape) for each in those))
 
+    def _reduce_in_rooms(self, batch: Batch, operations: "Sequence[Operation | None]") -> None:
+        """Each where it lies, if its rank has laid it into its room; what another has there has left it before."""
+        under_way: list[tuple[Work, Request, Operation | None, Room]] = []
+        for ready, mine in zip(batch.ready, operations, strict=True):
+            request = ready.request
+            room = self.rooms.find(request) or self.rooms.make(request)
+            if room is None:
+                self._all_reduce(Batch([ready]), [mine])
+                continue
+            if mine is None:
+                room.vacate()
+                room.whole.zero_()
+            elif mine.tensors[0] is not room.whole:
+                room.whole.copy_(mine.tensors[0])
+            _scale(room.whole, request.prescale)
+            under_way.append((room.start(), request, mine, room))
+        for work, request, mine, room in under_way:
+            work.wait()
+            _scale(room.whole, request.postscale)
+            if mine is not None:
+                if mine.tensors[0] is not room.whole:
+                    mine.tensors[0].copy_(room.whole)
+                mine.result = mine.tensors
+
     def _reduce(self, batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor], shapes: _Shapes) -> None:
         """Tensors of one dtype, together. All ranks give as many numbers, however they are cut."""
         request = batch.ready[0].request
@@ -158,11 +200,9 @@ class Executor:
         if whole.numel() == 0:
             return
         plan.flat.lay(inputs, are_near=batch.is_on_cpu)
-        if request.prescale != 1.0:
-            whole.copy_(scaled(whole, request.prescale))
+        _scale(whole, request.prescale)
         plan.start().wait()
-        if request.postscale != 1.0:
-            whole.copy_(scaled(whole, request.postscale))
+        _scale(whole, request.postscale)
         torch._foreach_copy_(list(outputs), plan.flat.views)
 
     def _plan(self, dtype: torch.dtype, op: str, shapes: _Shapes) -> _Plan:
@@ -219,12 +259,17 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
     return (tensor.float() * factor).to(tensor.dtype) if tensor.dtype.itemsize < 4 else tensor * factor
 
 
+def _scale(whole: Tensor, factor: float) -> None:
+    if factor != 1.0:
+        whole.copy_(scaled(whole, factor))
+
+
 def _goes_with(first: Ready, ready: Ready) -> bool:
     mine, other = first.request, ready.request
     if ready.error is not None or first.error is not None or mine.kind != ALLREDUCE or mine.op == ADASUM:
         return False
-    return (mine.kind, mine.dtypes, mine.op, mine.prescale, mine.postscale) == (
-        other.kind, other.dtypes, other.op, other.prescale, other.postscale
+    return (mine.kind, mine.has_room, mine.dtypes, mine.op, mine.prescale, mine.postscale) == (
+        other.kind, other.has_room, other.dtypes, other.op, other.prescale, other.postscale
     )  # fmt: skip
 
 

@@ -44,6 +44,16 @@ class Request:
     root: int = 0
     is_lasting: bool = True
     """Whether the same is likely to be asked for again; a name that was made up for one call is not."""
+    has_room: bool = False
+    """Whether its tensors, which have one dtype and are on CPUs, may get memory of their own to be reduced in."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Kept, since a bucket of a thousand tensors is looked up in every step."""
+        return hash(self.as_plain())
 
     @functools.cached_property
     def num_bytes(self) -> int:
@@ -86,7 +96,7 @@ def difference(first: Request, other: Request) -> tuple[str, str, object, object
             is_whole = what != "shape" or _ALIKE.get(first.kind) == "shape"
             if here != there and (is_whole or _rest(here) != _rest(there)):
                 return mine.name, what, here, there
-    for what in ("op", "prescale", "postscale", "root"):
+    for what in ("op", "prescale", "postscale", "root", "has_room"):
         if getattr(first, what) != getattr(other, what):
             return first.name, what, getattr(first, what), getattr(other, what)
     return None

@@ -149,6 +149,7 @@ class Runtime:
                 timeline=self.timeline,
                 ledger=_ledger,
                 name=f"process set {number}",
+                is_crowded=self.is_one_host and len(ranks) >= len(os.sched_getaffinity(0)),
             )
         return number
 

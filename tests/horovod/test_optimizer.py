@@ -122,3 +122,34 @@ def _sparse_in_a_group(rank: int) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def test_a_gradient_that_the_script_keeps_stays_as_it_was(world: HorovodWorld) -> None:
+    for found in world.run(_keep_gradients):
+        for step, (gradient, part) in enumerate(found):
+            mean = step + 1 + (SIZE - 1) / 2  # of the ranks' inputs
+            torch.testing.assert_close(gradient, torch.full((2, 3), mean))
+            torch.testing.assert_close(part, torch.full((3,), mean))
+
+
+def _keep_gradients(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each step's gradient, and a part of it that shares its memory."""
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    gradients, parts = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((1, 3), float(step + 1 + rank))).sum().backward()
+        optimizer.step()
+        gradient = model.weight.grad
+        assert gradient is not None
+        parts.append(gradient.detach()[0])
+        if step != 1:  # of this one a part alone is kept
+            gradients.append(gradient)
+        else:
+            gradients.append(gradient.clone())
+        del gradient
+    return list(zip(gradients, parts, strict=True))

@@ -174,7 +174,8 @@ def poll(handle: Handle) -> bool:
     """Whether the operation is over, so that `synchronize` will not block."""
     if handle not in _under_way:
         raise ValueError(f"there is no operation with the handle {handle}; it may have been waited for")
-    return _under_way[handle].operation.is_over
+    operation, channel = _under_way[handle]
+    return channel.poll(operation)
 
 
 def synchronize(handle: Handle) -> Any:
@@ -235,12 +236,14 @@ def request_of(
     about: _About,
     name: str,
     is_lasting: bool = True,
+    has_room: bool = False,
 ) -> Request:
     """The request for tensors that have names of their own. Raises ValueError for those that cannot travel.
 
     Args:
         about: the reduction, its two factors, and the root.
         name: by which ranks know the whole.
+        has_room: whether the tensors, of one dtype and on CPUs, may get memory of their own to be reduced in.
     """
     for tensor in tensors:
         _require_sendable(kind, tensor, about[0])
@@ -248,7 +251,7 @@ def request_of(
         Member(each, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
         for each, tensor in zip(names, tensors, strict=True)
     )
-    return Request(kind, name, members, *about, is_lasting)
+    return Request(kind, name, members, *about, is_lasting, has_room)
 
 
 def _require_sendable(kind: str, tensor: Tensor, op: str) -> None:

@@ -10,11 +10,14 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from paceline.gradient_views import GradientViews
 from paceline.horovod.channel import Operation
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.flat import Flat
 from paceline.horovod.process_sets import ProcessSet
 from paceline.horovod.requests import ALLREDUCE, Request
+from paceline.horovod.rooms import Room
+from paceline.horovod.runtime import runtime
 from paceline.horovod.torch.collectives import sparse_allreduce_async
 from paceline.horovod.torch.compression import Compression, Compressor
 from paceline.horovod.torch.operations import REDUCTIONS, Handle, request_of, submit, synchronize
@@ -36,12 +39,14 @@ class _Place:
 
 
 class _Lot(NamedTuple):
-    """Small gradients that are sent together, one behind the other."""
+    """Gradients that are sent together, one behind the other."""
 
     places: list[_Place]
     parameters: list[Parameter]
-    flat: Flat
-    """Its views are the parameters' gradients while these are under way, and until the script takes them away."""
+    whole: Tensor
+    """What is sent, of shape (elements of all,)."""
+    given: GradientViews
+    """The parameters' gradients while these are under way, and until the script takes them away: parts of `whole`."""
     request: Request
 
 
@@ -59,7 +64,7 @@ class _Bucket:
     """Gradients that have to come before it is sent."""
     is_sent: bool = False
     lot: _Lot | None = None
-    """What was sent last time, which a steady step sends again, if it is of small gradients."""
+    """What was sent last time, which a steady step sends again, if its gradients are in order."""
     asked: tuple[_Described, Request] | None = None
     """What was asked for last time, otherwise."""
 
@@ -69,10 +74,10 @@ class _Bucket:
         return f"{ALLREDUCE}.{self.places[0].name}{more}"
 
     @property
-    def is_of_small(self) -> bool:
-        """Whether its gradients are worth laying one behind the other."""
-        num_bytes = sum(each.parameter.nbytes for each in self.places)
-        return self.places[0].parameter.is_contiguous() and num_bytes < len(self.places) * _SMALL_BYTES
+    def is_in_order(self) -> bool:
+        """Whether its gradients are worth laying one behind the other: on CPUs they are reduced there."""
+        first, num_bytes = self.places[0].parameter, sum(each.parameter.nbytes for each in self.places)
+        return first.is_contiguous() and (first.is_cpu or num_bytes < len(self.places) * _SMALL_BYTES)
 
 
 @final
@@ -177,39 +182,72 @@ class Reducer:
         bucket.is_sent = True
         if not self._takes_part:
             return
+        for stale in self._stale:  # of the same names, into the same memory
+            with suppress(HorovodInternalError):
+                synchronize(stale)
+        self._stale = []
         lot = bucket.lot
-        if lot is None or not _refill(lot, bucket):
+        if lot is None or not self._refill(lot, bucket):
             trained = [place for place in bucket.places if place.parameter.requires_grad]
             dense = [place for place in trained if not self._goes_alone(place, bucket)]
             if not dense:
                 return
-            if not bucket.is_of_small or self._compression is not Compression.none:
+            if not bucket.is_in_order or self._compression is not Compression.none:
                 self._send_each(bucket, dense)
                 return
-            lot = self._fill(bucket, dense)
-        whole = lot.flat.whole
-        operation = Operation(lot.request, [whole], [whole], shapes=((whole.numel(),),))
+            self._fill(bucket, dense)
+        self._send_lot(bucket)
+
+    def _send_lot(self, bucket: _Bucket) -> None:
+        lot = bucket.lot
+        assert lot is not None
+        room = self._room_of(lot)
+        if room is not None and room.whole is not lot.whole:
+            room.vacate()
+        operation = Operation(lot.request, [lot.whole], [lot.whole], shapes=((lot.whole.numel(),),))
         self._waits += [partial(synchronize, self._ask(operation)), partial(_put_back, lot)]
 
     def _ask(self, operation: Operation) -> Handle:
-        for stale in self._stale:  # of the same names
-            with suppress(HorovodInternalError):
-                synchronize(stale)
-        self._stale = []
         handle = submit(operation, self._process_set)
         self._handles.append(handle)
         return handle
 
-    def _fill(self, bucket: _Bucket, places: list[_Place]) -> _Lot:
+    def _fill(self, bucket: _Bucket, places: list[_Place]) -> None:
         """Put the gradients where they are sent from, and will lie from here on."""
         parameters = [place.parameter for place in places]
         lot = bucket.lot
         if lot is None or lot.places != places:
             whole = torch.cat([each.flatten() for each in parameters])
-            flat = Flat.cut(whole, [each.shape for each in parameters])
-            lot = bucket.lot = _Lot(places, parameters, flat, self._request(bucket, places, flat.views))
+            views = Flat.cut(whole, [each.shape for each in parameters]).views
+            request = self._request(bucket, places, views, has_room=whole.is_cpu)
+            lot = _Lot(places, parameters, whole, GradientViews(views, [whole] * len(views)), request)
+            bucket.lot = lot = self._moved_in(lot)
         _lay(lot, [*map(_gradient, parameters)])
-        return lot
+
+    def _refill(self, lot: _Lot, bucket: _Bucket) -> bool:
+        """Lay what is new where it was last time; false if it is not as last time what is to be sent."""
+        is_certain = not bucket.num_missing and len(lot.places) == len(bucket.places)
+        if not is_certain and [each for each in bucket.places if each.parameter.requires_grad] != lot.places:
+            return False
+        gradients = [each.grad for each in lot.parameters]
+        are_there = [*map(operator.is_, gradients, lot.given.views)]
+        if all(are_there):
+            return True
+        found = [each for each in gradients if each is not None]
+        if len(found) < len(gradients) or any(each.is_sparse for each in found):
+            return False
+        if not any(are_there):  # a gradient that stays from step to step is to stay the same tensor
+            bucket.lot = lot = self._moved_in(lot)
+        _lay(lot, found)
+        return True
+
+    def _moved_in(self, lot: _Lot) -> _Lot:
+        """The same, in the room that its request has got since."""
+        room = self._room_of(lot)
+        return lot if room is None or room.whole is lot.whole else lot._replace(whole=room.whole, given=room.given)
+
+    def _room_of(self, lot: _Lot) -> Room | None:
+        return runtime().channel(self._process_set.process_set_id).room_of(lot.request)
 
     def _send_each(self, bucket: _Bucket, places: list[_Place]) -> None:
         gradients = [_gradient(place.parameter) for place in places]
@@ -231,9 +269,11 @@ class Reducer:
 
         self._waits.append(wait)
 
-    def _request(self, bucket: _Bucket, places: Sequence[_Place], tensors: Sequence[Tensor]) -> Request:
+    def _request(
+        self, bucket: _Bucket, places: Sequence[_Place], tensors: Sequence[Tensor], *, has_room: bool = False
+    ) -> Request:
         names = [f"{ALLREDUCE}.{place.name}" for place in places]
-        return request_of(names, tensors, kind=ALLREDUCE, about=self._about, name=bucket.name)
+        return request_of(names, tensors, kind=ALLREDUCE, about=self._about, name=bucket.name, has_room=has_room)
 
     def _goes_alone(self, place: _Place, bucket: _Bucket) -> bool:
         """Whether the gradient is sparse, and started by itself here. Raises ValueError for one in a group."""
@@ -288,29 +328,13 @@ def _alike(places: Iterable[_Place]) -> list[list[_Place]]:
     return [*found.values()]
 
 
-def _refill(lot: _Lot, bucket: _Bucket) -> bool:
-    """Lay what is new where it was last time; false if it is not as last time what is to be sent."""
-    is_certain = not bucket.num_missing and len(lot.places) == len(bucket.places)
-    if not is_certain and [each for each in bucket.places if each.parameter.requires_grad] != lot.places:
-        return False
-    gradients = [each.grad for each in lot.parameters]
-    if all(map(operator.is_, gradients, lot.flat.views)):
-        return True
-    found = [each for each in gradients if each is not None]
-    if len(found) < len(gradients) or any(each.is_sparse for each in found):
-        return False
-    _lay(lot, found)
-    return True
-
-
 def _lay(lot: _Lot, gradients: Sequence[Tensor]) -> None:
-    torch._foreach_copy_(lot.flat.views, list(gradients))  # of which some may be the views themselves
-    for parameter, view in zip(lot.parameters, lot.flat.views, strict=True):
-        parameter.grad = view
+    lot.given.lay(gradients)
+    _put_back(lot)
 
 
 def _put_back(lot: _Lot) -> None:
-    for parameter, view in zip(lot.parameters, lot.flat.views, strict=True):
+    for parameter, view in zip(lot.parameters, lot.given.views, strict=True):
         if parameter.grad is not view:
             parameter.grad = view
 

@@ -1,0 +1,73 @@
+"""Gradients in memory that every step uses again, and what becomes of those that a script keeps."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+_count_uses: Callable[[int], int] = torch._C._storage_Use_Count
+_swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)  # which torch has not always had
+
+
+def _in_own_storage(view: Tensor) -> Tensor:
+    """The same memory, in a storage that no other tensor shares. Changes in place count for both."""
+    own = view.detach()
+    own.data = torch.from_dlpack(view)
+    return own
+
+
+def _uses_of(views: list[Tensor]) -> tuple[int, int]:
+    """How many references this version of Python counts to a view that nobody else holds, and how many torch does to
+    its storage; `is_kept` compares with them."""
+    view = views[0]
+    storage = view.untyped_storage()
+    return sys.getrefcount(view), _count_uses(storage._cdata)
+
+
+_OWN_REFERENCES, _OWN_USES = _uses_of([_in_own_storage(torch.zeros(1))])
+
+
+@final
+class GradientViews:
+    """One tensor a gradient, in memory of somebody else's.
+
+    A script may keep a gradient for longer than a step. Before another one takes its place in memory, `leave` gives it,
+    and all tensors that share its storage, memory of their own.
+
+    Args:
+        views: the places, which may be parts of one tensor.
+        memory: what each place is part of; it lives for as long as an array of numpy's may show it.
+    """
+
+    def __init__(self, views: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
+        self.views = list(map(_in_own_storage, views))
+        self._memory = memory
+        self._storages = [view.untyped_storage() for view in self.views]
+
+    def is_kept(self, index: int) -> bool:
+        """Whether the script holds the view or shares its storage. The caller must not hold it."""
+        view = self.views[index]
+        return sys.getrefcount(view) > _OWN_REFERENCES or _count_uses(self._storages[index]._cdata) > _OWN_USES
+
+    def lay(self, gradients: Sequence[Tensor]) -> None:
+        """Copy one gradient into each place, where some of them may lie already."""
+        for index, gradient in enumerate(gradients):
+            if gradient is not self.views[index] and self.is_kept(index):
+                self.leave(index)
+        torch._foreach_copy_(self.views, list(gradients))
+
+    def leave(self, index: int) -> None:
+        """The view is the script's from here on, in memory of its own; a new one is in its place."""
+        kept = self.views[index]
+        self.views[index] = view = kept.detach()
+        elsewhere = kept.clone()
+        if _swap is None:
+            kept.data = elsewhere
+            return
+        storage, self._storages[index] = self._storages[index], elsewhere.untyped_storage()
+        _swap(storage, self._storages[index])
+        view.data = elsewhere
+        # An array of numpy's that the script has made of it has not moved: the memory stays for as long.
+        storage.__dict__["_paceline_memory"] = self._memory[index]

@@ -20,7 +20,6 @@ from paceline.horovod.requests import (
     BARRIER,
     BROADCAST,
     REDUCESCATTER,
-    Request,
     dtype_of,
 )
 from paceline.horovod.rooms import Room, Rooms
@@ -170,23 +169,24 @@ class Executor:
 
     def _reduce_in_rooms(self, batch: Batch, operations: "Sequence[Operation | None]") -> None:
         """Each where it lies, if its rank has laid it into its room; what another has there has left it before."""
-        under_way: list[tuple[Work, Request, Operation | None, Room]] = []
+        under_way: list[tuple[Room, Operation | None]] = []
         for ready, mine in zip(batch.ready, operations, strict=True):
-            request = ready.request
-            room = self.rooms.find(request) or self.rooms.make(request)
+            room = self.rooms.find(ready.request) or self.rooms.make(ready.request)
             if room is None:
                 self._all_reduce(Batch([ready]), [mine])
                 continue
             if mine is None:
-                room.vacate()
+                room.given.leave_all()
                 room.whole.zero_()
             elif mine.tensors[0] is not room.whole:
                 room.whole.copy_(mine.tensors[0])
-            _scale(room.whole, request.prescale)
-            under_way.append((room.start(), request, mine, room))
-        for work, request, mine, room in under_way:
+            _scale(room.whole, ready.request.prescale)
+            under_way.append((room, mine))
+        works = [start() for start in self.rooms.starts([room for room, _ in under_way])]
+        for work in works:
             work.wait()
-            _scale(room.whole, request.postscale)
+        for room, mine in under_way:
+            _scale(room.whole, room.request.postscale)
             if mine is not None:
                 if mine.tensors[0] is not room.whole:
                     mine.tensors[0].copy_(room.whole)

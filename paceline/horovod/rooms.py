@@ -1,6 +1,7 @@
 """Memory for what an optimizer reduces in every step: it is reduced where it lies, and copied nowhere."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -16,6 +17,9 @@ _LEAST_BYTES = 2**24
 _MOST_BYTES = 2**32
 """Rooms stay until the end. A script that makes one optimizer after another would fill the memory with them."""
 _ALIGNED_BYTES = 64
+_MOST_RUNS = 64
+
+_Start = Callable[[], Work]
 
 
 @final
@@ -23,18 +27,21 @@ _ALIGNED_BYTES = 64
 class Room:
     """One request's tensors, which have one dtype, one behind the other, in the same place on every rank."""
 
+    request: Request
+    area: Tensor
+    """The allocation that the room is in, of shape (bytes,)."""
+    place: range
+    """The room's bytes there."""
     whole: Tensor
     """Of shape (elements of all,)."""
     given: GradientViews
     """The tensors."""
-    start: Callable[[], Work]
-    """Begins to reduce the whole over all ranks."""
 
-    def vacate(self) -> None:
-        """Whatever is laid here next, gradients that are held elsewhere stay as they are."""
-        for index in range(len(self.given.views)):
-            if self.given.is_kept(index):
-                self.given.leave(index)
+    def is_beside(self, other: "Room") -> bool:
+        """Whether the other one follows, and is reduced alike."""
+        mine, theirs = self.request, other.request
+        is_next = self.area is other.area and self.place.stop == other.place.start
+        return is_next and (mine.op, mine.dtypes) == (theirs.op, theirs.dtypes)
 
 
 @final
@@ -44,8 +51,10 @@ class Rooms:
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
         self._rooms: dict[Request, Room] = {}
-        self._free: Tensor | None = None
+        self._area: Tensor | None = None
+        self._used_bytes = 0  # of the area
         self._left_bytes = _MOST_BYTES
+        self._starts: dict[tuple[int, ...], list[_Start]] = {}
 
     def find(self, request: Request) -> Room | None:
         return self._rooms.get(request)
@@ -56,12 +65,39 @@ class Rooms:
         if not 0 < num_bytes <= self._left_bytes:
             return None
         self._left_bytes -= num_bytes
-        if self._free is None or self._free.numel() < num_bytes:
-            self._free = self._collective.allocate(max(num_bytes, _LEAST_BYTES))
-        raw, self._free = self._free[:num_bytes], self._free[num_bytes:]
-        whole = raw[: request.num_bytes].view(dtype_of(request.members[0].dtype))
+        area = self._area
+        if area is None or area.numel() - self._used_bytes < num_bytes:
+            area = self._area = self._collective.allocate(max(num_bytes, _LEAST_BYTES))
+            self._used_bytes = 0
+        place = range(self._used_bytes, self._used_bytes + num_bytes)
+        self._used_bytes = place.stop
+        whole = area[place.start : place.start + request.num_bytes].view(dtype_of(request.dtypes[0]))
         views = Flat.cut(whole, request.shapes).views
-        op: ReduceOp = request.op  # type: ignore[assignment]  # the interface has made it one
-        start = self._collective.persistent_all_reduce(whole, op=op)
-        room = self._rooms[request] = Room(whole, GradientViews(views, [whole] * len(views)), start)
+        room = self._rooms[request] = Room(request, area, place, whole, GradientViews(views, [whole] * len(views)))
         return room
+
+    def starts(self, rooms: Sequence[Room]) -> list[_Start]:
+        """What begins to reduce these rooms over all ranks: neighbours together, which spares meetings."""
+        key = tuple(map(id, rooms))
+        starts = self._starts.get(key)
+        if starts is None:
+            if len(self._starts) >= _MOST_RUNS:
+                self._starts.clear()
+            starts = self._starts[key] = [*map(self._start_of, _runs(rooms))]
+        return starts
+
+    def _start_of(self, run: Sequence[Room]) -> _Start:
+        first, last = run[0], run[-1]
+        tensor = first.area[first.place.start : last.place.stop].view(first.whole.dtype)
+        op: ReduceOp = first.request.op  # type: ignore[assignment]  # the interface has made it one
+        return self._collective.persistent_all_reduce(tensor, op=op)
+
+
+def _runs(rooms: Sequence[Room]) -> list[list[Room]]:
+    runs = [[rooms[0]]] if rooms else []
+    for room, following in itertools.pairwise(rooms):
+        if room.is_beside(following):
+            runs[-1].append(following)
+        else:
+            runs.append([following])
+    return runs

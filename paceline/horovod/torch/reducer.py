@@ -203,7 +203,7 @@ class Reducer:
         assert lot is not None
         room = self._room_of(lot)
         if room is not None and room.whole is not lot.whole:
-            room.vacate()
+            room.given.leave_all()
         operation = Operation(lot.request, [lot.whole], [lot.whole], shapes=((lot.whole.numel(),),))
         self._waits += [partial(synchronize, self._ask(operation)), partial(_put_back, lot)]
 
@@ -233,12 +233,12 @@ class Reducer:
         are_there = [*map(operator.is_, gradients, lot.given.views)]
         if all(are_there):
             return True
-        found = [each for each in gradients if each is not None]
-        if len(found) < len(gradients) or any(each.is_sparse for each in found):
+        dense = [each for each in gradients if each is not None and not each.is_sparse]
+        if len(dense) < len(gradients):
             return False
         if not any(are_there):  # a gradient that stays from step to step is to stay the same tensor
             bucket.lot = lot = self._moved_in(lot)
-        _lay(lot, found)
+        _lay(lot, dense)
         return True
 
     def _moved_in(self, lot: _Lot) -> _Lot:
@@ -330,7 +330,8 @@ def _alike(places: Iterable[_Place]) -> list[list[_Place]]:
 
 def _lay(lot: _Lot, gradients: Sequence[Tensor]) -> None:
     lot.given.lay(gradients)
-    _put_back(lot)
+    for parameter, view in zip(lot.parameters, lot.given.views, strict=True):
+        parameter.grad = view
 
 
 def _put_back(lot: _Lot) -> None:

@@ -46,13 +46,12 @@ class GradientViews:
         """Whether the script holds the view or shares its storage. The caller must not hold it."""
         return sys.getrefcount(self.views[index]) > _REFERENCES or _count_uses(self._storages[index]._cdata) > _USES
 
-    def lay(self, gradients: Sequence[Tensor]) -> None:
-        """Copy one gradient into each place, where some of them may lie already."""
+    def make_way(self, gradients: Sequence[Tensor]) -> None:
+        """What the script keeps leaves, but for gradients that lie here already. One gradient a place."""
         if self._are_any_held():
             for index, gradient in enumerate(gradients):
                 if gradient is not self.views[index] and self.is_kept(index):
                     self.leave(index)
-        torch._foreach_copy_(self.views, list(gradients))
 
     def leave_all(self) -> None:
         """Whatever lies here next, gradients that are held stay as they are."""

@@ -177,19 +177,19 @@ class Executor:
                 continue
             if mine is None:
                 room.given.leave_all()
-                room.whole.zero_()
-            elif mine.tensors[0] is not room.whole:
-                room.whole.copy_(mine.tensors[0])
-            _scale(room.whole, ready.request.prescale)
+                room.flat.whole.zero_()
+            elif mine.tensors[0] is not room.flat.whole:
+                room.flat.whole.copy_(mine.tensors[0])
+            _scale(room.flat.whole, ready.request.prescale)
             under_way.append((room, mine))
         works = [start() for start in self.rooms.starts([room for room, _ in under_way])]
         for work in works:
             work.wait()
         for room, mine in under_way:
-            _scale(room.whole, room.request.postscale)
+            _scale(room.flat.whole, room.request.postscale)
             if mine is not None:
-                if mine.tensors[0] is not room.whole:
-                    mine.tensors[0].copy_(room.whole)
+                if mine.tensors[0] is not room.flat.whole:
+                    mine.tensors[0].copy_(room.flat.whole)
                 mine.result = mine.tensors
 
     def _reduce(self, batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor], shapes: _Shapes) -> None:

@@ -17,7 +17,7 @@ _LEAST_BYTES = 2**24
 _MOST_BYTES = 2**32
 """Rooms stay until the end. A script that makes one optimizer after another would fill the memory with them."""
 _ALIGNED_BYTES = 64
-_MOST_RUNS = 64
+_MOST_RUNS, _MOST_KNOWN = 64, 4096
 
 _Start = Callable[[], Work]
 
@@ -32,10 +32,10 @@ class Room:
     """The allocation that the room is in, of shape (bytes,)."""
     place: range
     """The room's bytes there."""
-    whole: Tensor
-    """Of shape (elements of all,)."""
+    flat: Flat
+    """The tensors, one behind the other."""
     given: GradientViews
-    """The tensors."""
+    """The same, as gradients."""
 
     def is_beside(self, other: "Room") -> bool:
         """Whether the other one follows, and is reduced alike."""
@@ -51,13 +51,24 @@ class Rooms:
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
         self._rooms: dict[Request, Room] = {}
+        self._known: dict[
+            int, tuple[Request, Room]
+        ] = {}  # by the request's id: to compare a thousand members takes 0.1 ms
         self._area: Tensor | None = None
         self._used_bytes = 0  # of the area
         self._left_bytes = _MOST_BYTES
         self._starts: dict[tuple[int, ...], list[_Start]] = {}
 
     def find(self, request: Request) -> Room | None:
-        return self._rooms.get(request)
+        known = self._known.get(id(request))
+        if known is not None:
+            return known[1]
+        room = self._rooms.get(request)
+        if room is not None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[id(request)] = (request, room)
+        return room
 
     def make(self, request: Request) -> Room | None:
         """A room for the request's tensors; none where too much memory has been given away. Collective call."""
@@ -72,8 +83,9 @@ class Rooms:
         place = range(self._used_bytes, self._used_bytes + num_bytes)
         self._used_bytes = place.stop
         whole = area[place.start : place.start + request.num_bytes].view(dtype_of(request.dtypes[0]))
-        views = Flat.cut(whole, request.shapes).views
-        room = self._rooms[request] = Room(request, area, place, whole, GradientViews(views, [whole] * len(views)))
+        flat = Flat.cut(whole, request.shapes)
+        given = GradientViews(flat.views, [whole] * len(flat.views))
+        room = self._rooms[request] = Room(request, area, place, flat, given)
         return room
 
     def starts(self, rooms: Sequence[Room]) -> list[_Start]:
@@ -88,7 +100,7 @@ class Rooms:
 
     def _start_of(self, run: Sequence[Room]) -> _Start:
         first, last = run[0], run[-1]
-        tensor = first.area[first.place.start : last.place.stop].view(first.whole.dtype)
+        tensor = first.area[first.place.start : last.place.stop].view(first.flat.whole.dtype)
         op: ReduceOp = first.request.op  # type: ignore[assignment]  # the interface has made it one
         return self._collective.persistent_all_reduce(tensor, op=op)
 

@@ -43,10 +43,10 @@ class _Lot(NamedTuple):
 
     places: list[_Place]
     parameters: list[Parameter]
-    whole: Tensor
-    """What is sent, of shape (elements of all,)."""
+    flat: Flat
+    """What is sent."""
     given: GradientViews
-    """The parameters' gradients while these are under way, and until the script takes them away: parts of `whole`."""
+    """The same, as the parameters' gradients while these are under way, and until the script takes them away."""
     request: Request
 
 
@@ -202,9 +202,10 @@ class Reducer:
         lot = bucket.lot
         assert lot is not None
         room = self._room_of(lot)
-        if room is not None and room.whole is not lot.whole:
+        whole = lot.flat.whole
+        if room is not None and room.flat.whole is not whole:
             room.given.leave_all()
-        operation = Operation(lot.request, [lot.whole], [lot.whole], shapes=((lot.whole.numel(),),))
+        operation = Operation(lot.request, [whole], [whole], shapes=((whole.numel(),),))
         self._waits += [partial(synchronize, self._ask(operation)), partial(_put_back, lot)]
 
     def _ask(self, operation: Operation) -> Handle:
@@ -218,11 +219,12 @@ class Reducer:
         lot = bucket.lot
         if lot is None or lot.places != places:
             whole = torch.cat([each.flatten() for each in parameters])
-            views = Flat.cut(whole, [each.shape for each in parameters]).views
-            request = self._request(bucket, places, views, has_room=whole.is_cpu)
-            lot = _Lot(places, parameters, whole, GradientViews(views, [whole] * len(views)), request)
+            flat = Flat.cut(whole, [each.shape for each in parameters])
+            given = GradientViews(flat.views, [whole] * len(flat.views))
+            request = self._request(bucket, places, flat.views, has_room=whole.is_cpu)
+            lot = _Lot(places, parameters, flat, given, request)
             bucket.lot = lot = self._moved_in(lot)
-        _lay(lot, [*map(_gradient, parameters)])
+        _lay(lot, [*map(_gradient, parameters)], are_new=False)
 
     def _refill(self, lot: _Lot, bucket: _Bucket) -> bool:
         """Lay what is new where it was last time; false if it is not as last time what is to be sent."""
@@ -236,15 +238,16 @@ class Reducer:
         dense = [each for each in gradients if each is not None and not each.is_sparse]
         if len(dense) < len(gradients):
             return False
-        if not any(are_there):  # a gradient that stays from step to step is to stay the same tensor
+        are_new = not any(are_there)
+        if are_new:  # what stays from step to step is to stay the same tensor
             bucket.lot = lot = self._moved_in(lot)
-        _lay(lot, dense)
+        _lay(lot, dense, are_new=are_new)
         return True
 
     def _moved_in(self, lot: _Lot) -> _Lot:
         """The same, in the room that its request has got since."""
         room = self._room_of(lot)
-        return lot if room is None or room.whole is lot.whole else lot._replace(whole=room.whole, given=room.given)
+        return lot if room is None or room.given is lot.given else lot._replace(flat=room.flat, given=room.given)
 
     def _room_of(self, lot: _Lot) -> Room | None:
         return runtime().channel(self._process_set.process_set_id).room_of(lot.request)
@@ -328,8 +331,15 @@ def _alike(places: Iterable[_Place]) -> list[list[_Place]]:
     return [*found.values()]
 
 
-def _lay(lot: _Lot, gradients: Sequence[Tensor]) -> None:
-    lot.given.lay(gradients)
+def _lay(lot: _Lot, gradients: Sequence[Tensor], *, are_new: bool) -> None:
+    """Args:
+    are_new: all of them lie elsewhere.
+    """
+    lot.given.make_way(gradients)
+    if are_new:
+        lot.flat.lay(gradients, are_near=True)
+    else:
+        torch._foreach_copy_(lot.flat.views, list(gradients))
     for parameter, view in zip(lot.parameters, lot.given.views, strict=True):
         parameter.grad = view
 

@@ -489,6 +489,16 @@ def test_servers_that_join_are_struck_and_no_more_copies_die_than_a_run_survives
     given.require([replace(SERVER, is_elastic=True)])
 
 
+def test_a_silent_server_without_a_copy_may_outlive_the_run(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    events = [moved("server_joined", "server-2"), moved("server_joined", "server-3"), moved("copied", "server-3")]
+    (tmp_path / "out" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    strikes = [Strike(f"server-{number}", "is given a copy", 1, "stop") for number in (2, 3)]
+    assert judging.losses(tmp_path, strikes) == ["server-3 was struck, and its loss not noticed"]
+    killed = [Strike("server-2", "is given a copy", 1, "kill")]
+    assert judging.losses(tmp_path, killed) == ["server-2 was struck, and its loss not noticed"]
+
+
 def moved(name: str, who: str, key_range: int = 0) -> dict:
     return {"name": name, "who": who, "iteration": 1, "time_s": 0.0, "details": {"key_range": key_range}}
 

@@ -51,29 +51,25 @@ def of_servers(chance: Random, calls: Calls, role: Role, beside: Scene = NOBODY)
     may be struck by what it outlives. In elastic runs servers may join, so that some die while copies and key ranges
     move, and one that has joined may be struck, too."""
     names, places = _named(calls, "server"), role.places
-    victims = chance.sample(names, chance.randint(1, role.most))
-    asking, replacements, as_joiner = list[Strike](), beside.replacements, list[Strike]()
-    joiner = f"server-{len(names)}"
+    victims, joiner = chance.sample(names, chance.randint(1, role.most)), f"server-{len(names)}"
+    asking, replacements = list[Strike](), beside.replacements
     if role.is_elastic:
         replacements = max(replacements, chance.randint(0, 1))
         asking = [_often(chance, calls, chance.choice(names), places.often, "more-servers")] * chance.randint(0, 1)
     if asking and chance.random() < 0.3:  # it dies in place of one of the start
         victims[-1] = joiner
-    if asking or replacements:
-        as_joiner = _at_a_move(chance, role, joiner)
+    as_joiner = _at_a_first_copy(chance, role, joiner) if asking or replacements else []
     workers_die = any(strike.is_deadly for strike in beside.strikes)
-    later = {
-        **(places.after_a_death if workers_die else {}),
-        **(places.at_a_join if beside.replacements else {}),
-        **(places.at_a_move if asking or replacements else {}),
-    }
+    later = [*(places.after_a_death if workers_die else ()), *(places.at_a_join if beside.replacements else ())]
     strikes = []
     for victim in victims:
+        may_move = asking or (replacements and victim != victims[0])
+        places_now = [*later, *(places.at_a_move if may_move else ())]
         if victim == joiner:
-            place, most = chance.choice([*places.often, *places.at_a_move]), _EARLY_CALLS
-            strikes.append(Strike(victim, place, chance.randint(1, most), _deadly(chance, role)))
-        elif later and chance.random() < 0.5:
-            place = chance.choice([*later])
+            place, number = chance.choice([*places.often, *places.at_a_move]), chance.randint(1, _EARLY_CALLS)
+            strikes.append(Strike(victim, place, number, _deadly(chance, role)))
+        elif places_now and chance.random() < 0.5:
+            place = chance.choice(places_now)
             number = chance.randint(1, _CALLS_OF_A_MOVE) if place in places.at_a_move else 1
             strikes.append(Strike(victim, place, number, _deadly(chance, role)))
         else:
@@ -82,7 +78,7 @@ def of_servers(chance: Random, calls: Calls, role: Role, beside: Scene = NOBODY)
     return Scene((*beside.strikes, *asking, *strikes, *as_joiner, *outliving), replacements)
 
 
-def _at_a_move(chance: Random, role: Role, joiner: str) -> list[Strike]:
+def _at_a_first_copy(chance: Random, role: Role, joiner: str) -> list[Strike]:
     """A server that joins may die with the first copy that it is given, while it is none yet, or be struck by what it
     outlives."""
     place, number = chance.choice([*role.places.as_joiner]), chance.randint(1, _CALLS_OF_A_MOVE)

@@ -193,7 +193,7 @@ def test_who_calls_anew_is_heard_when_the_first_has_ended(keys: Keys) -> None:
             second.send(Message(Kind.PULL, 1))
             assert receive(listener, within_s=SILENCE_S) is None
             first.close()
-            until_s = time.monotonic() + PATIENCE_S
+            until_s = time.monotonic() + WITHIN_S
             while (arrived := receive(listener, within_s=SILENCE_S)) is None and time.monotonic() < until_s:
                 assert second.receive() is None
             assert arrived is not None

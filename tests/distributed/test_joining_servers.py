@@ -171,7 +171,7 @@ def test_servers_that_join_on_other_hosts_keep_copies_on_different_ones(three_ho
     options += ["--option", f"ranges={NUM_RANGES}", "--replace", "1"]
     given = ["--tally", "--epochs", 4, *held(5, 30, 60)]
     process, out = start(
-        network, network.start_ray(), directory, *given, workers=3, samples=96, step_s=0.05, options=options
+        network, network.start_ray(), directory, *given, workers=2, samples=96, step_s=0.05, options=options
     )
 
     def awaited(is_so: Callable[[], bool], then: int) -> None:

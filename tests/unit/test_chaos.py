@@ -474,6 +474,8 @@ def test_servers_that_join_are_struck_and_no_more_copies_die_than_a_run_survives
     assert any(scene.replacements for scene in drawn)
     struck = [strike for scene in drawn for strike in scene.strikes]
     assert {each.place for each in struck if each.is_deadly} >= {*SERVERS.at_a_move, *SERVERS.as_joiner}
+    first_copies = {each.kind for each in struck if each.is_deadly and each.place in SERVERS.as_joiner}
+    assert first_copies == {"kill", "stop", "hold"}, "with a segmentation fault it may live to have another copy"
     assert {each.who for each in struck if each.kind == "more-servers"} >= SERVER_CALLS.keys()
     for scene in drawn:
         deadly = {each.who for each in scene.strikes if each.is_deadly and each.place not in SERVERS.as_joiner}

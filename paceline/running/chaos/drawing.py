@@ -80,10 +80,11 @@ def of_servers(chance: Random, calls: Calls, role: Role, beside: Scene = NOBODY)
 
 def _at_a_first_copy(chance: Random, role: Role, joiner: str) -> list[Strike]:
     """A server that joins may die with the first copy that it is given, while it is none yet, or be struck by what it
-    outlives."""
+    outlives. A segmentation fault takes its time, in which others might let go of copies that it has got."""
     place, number = chance.choice([*role.places.as_joiner]), chance.randint(1, _CALLS_OF_A_MOVE)
-    drawn = chance.choice([_deadly, _outlived, None])
-    return [] if drawn is None else [Strike(joiner, place, number, drawn(chance, role))]
+    deadly = [kind for kind in _of_process(role, is_outlived=False) if kind != "segfault"]
+    kinds = chance.choice([deadly, _of_process(role, is_outlived=True), []])
+    return [Strike(joiner, place, number, chance.choice(kinds))] if kinds else []
 
 
 def of_launcher(chance: Random) -> Scene:

@@ -60,9 +60,9 @@ def chaos(
 
     One run is left alone. In the others processes end (SIGKILL, a segmentation fault), stop (SIGSTOP, for good or for a
     second), hold their interpreter, run out of memory, or lose their connections: workers, which the others outlive as
-    in elastic runs, servers that have copies (replicas=R), and with --elastic both in one run; or the launcher of a
-    detached run dies, or finds its disk full. With --address, links and Ray nodes of hosts that are network namespaces
-    of this machine fail.
+    in elastic runs, servers that have copies (replicas=R), and with --elastic both in one run, while other servers
+    join; or the launcher of a detached run dies, or finds its disk full. With --address, links and Ray nodes of hosts
+    that are network namespaces of this machine fail.
 
     A run is right if whoever was struck and nobody else is lost, every sample or gradient counts as often as in the
     undisturbed run, the final model is as near to that one's as the strategy promises, and no process or descriptor is

@@ -122,9 +122,14 @@ class Listener:
 
 @final
 class Caller:
-    """A DEALER socket connected to a listener of the same run."""
+    """A DEALER socket connected to a listener of the same run.
 
-    def __init__(self, keys: Keys, *, endpoint: str, identity: str) -> None:
+    Args:
+        is_anew: another one may have called there by this name, whose end the listener has yet to see. Until then it
+            hears nobody else by that name, so that this one calls again until it is answered.
+    """
+
+    def __init__(self, keys: Keys, *, endpoint: str, identity: str, is_anew: bool = False) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.identity = identity.encode()
@@ -142,6 +147,9 @@ class Caller:
         self._was_broken = False  # and nobody has answered since
         self._asked_s, self._patience_s = 0.0, AGAIN_S
         self.socket.connect(endpoint)
+        if is_anew:
+            self._was_broken = True
+            self._ask()
 
     @property
     def sockets(self) -> tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]:

@@ -89,6 +89,9 @@ class Chains:
     dead: tuple[int, ...] = ()
     has_grown: bool = False
     """Servers have joined those of the start."""
+    set_aside: frozenset[tuple[int, int]] = frozenset()
+    """Key ranges, each with a server that stays to it what it is, since moves have failed: one that serves it goes on
+    doing so, one that has no copy of it gets none. All are tried again once servers have died or joined."""
 
     @classmethod
     def first(cls, hosts: Sequence[str], *, replicas: int, epoch: int, num_ranges: int | None = None) -> "Chains":
@@ -118,13 +121,26 @@ class Chains:
 
     def joined(self, server: int, host: str) -> "Chains":
         """A new server is there. It holds nothing yet."""
-        return replace(self, hosts={**self.hosts, server: host}, has_grown=True)
+        return replace(self, hosts={**self.hosts, server: host}, has_grown=True, set_aside=frozenset())
 
     def died(self, server: int) -> tuple["Chains", list[Chain]]:
         """The chains without this server, and those of them that have changed. One that is empty now is lost."""
         chains = tuple(chain.without(server) for chain in self.chains)
         changed = [new for old, new in zip(self.chains, chains, strict=True) if new != old]
-        return replace(self, chains=chains, dead=(*self.dead, server)), changed
+        return replace(self, chains=chains, dead=(*self.dead, server), set_aside=frozenset()), changed
+
+    def without_move(self, key_range: int, server: int) -> "Chains":
+        """This server stays to the key range what it is: a move has failed."""
+        return replace(self, set_aside=self.set_aside | {(key_range, server)})
+
+    def may_come(self, chain: Chain) -> frozenset[int]:
+        """Servers that may be given a copy of this key range."""
+        others = self.living - {*chain.servers}
+        return frozenset(server for server in others if (chain.key_range, server) not in self.set_aside)
+
+    def may_hand_over(self, chain: Chain) -> bool:
+        """Whether another server may come to serve this key range while its head lives."""
+        return chain.is_at_rest and (chain.key_range, chain.head) not in self.set_aside
 
     def changed(self, chain: Chain) -> "Chains":
         """With this chain of its key range, as the next version of it."""
@@ -149,7 +165,7 @@ class Chains:
         count = self.num_copies
         for chain in self.chains:
             there = {self.hosts[server] for server in chain.servers}
-            left = self.living - {*chain.servers}
+            left = self.may_come(chain)
             if left and chain.is_at_rest and len(chain.servers) <= self.replicas:
                 newcomer = min(left, key=lambda server: (self.hosts[server] in there, count[server], server))
                 count[newcomer] += 1

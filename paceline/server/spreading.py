@@ -3,6 +3,8 @@
 What counts first is that copies of a key range are on different hosts, then that servers have as many copies as each
 other, then that they serve as many key ranges. Each move makes the first of these that it changes better, so that moves
 come to an end. A key range is not divided: where there are more servers than key ranges, some serve none.
+
+Moves that have been set aside (`Chains.set_aside`) are passed over, and the best of the others is made.
 """
 
 from collections.abc import Iterable
@@ -25,8 +27,8 @@ def departure(chains: Chains) -> Of | None:
     count = chains.num_copies
     for chain in chains.chains:
         if chain.is_at_rest and len(chain.servers) > chains.replicas + 1:
-            left = {server: _num_hosts(chains, {*chain.servers} - {server}) for server in chain.servers}
-            return Of(chain, max(chain.servers, key=lambda server: (left[server], count[server], server)))
+            left = {server: _num_hosts(chains, {*chain.servers} - {server}) for server in _leavers(chains, chain)}
+            return Of(chain, max(left, key=lambda server: (left[server], count[server], server)))
     return None
 
 
@@ -42,8 +44,8 @@ def removal(chains: Chains) -> Chain | None:
         (gain(chain, leaver, comer), served[chain.head], replace(chain, newcomer=comer))
         for chain in chains.chains
         if chain.is_at_rest
-        for leaver in chain.servers
-        for comer in sorted(chains.living - {*chain.servers})
+        for leaver in _leavers(chains, chain)
+        for comer in sorted(chains.may_come(chain))
     ]
     better = [move for move in moves if move[0] > (0, 0)]
     return max(better, key=lambda move: move[:2])[2] if better else None
@@ -61,12 +63,17 @@ def succession(chains: Chains) -> Of | None:
         reached = [most]
         for server in reached:  # which grows meanwhile
             for chain in chains.chains:
-                for other in chain.servers if chain.is_at_rest and chain.head == server else ():
+                for other in chain.servers if chain.head == server and chains.may_hand_over(chain) else ():
                     if other not in reached:
                         reached.append(other)
                         if served[other] <= served[most] - 2:
                             return Of(chain, other)
     return None
+
+
+def _leavers(chains: Chains, chain: Chain) -> tuple[int, ...]:
+    """Servers that may let go of their copy of it."""
+    return chain.servers if chains.may_hand_over(chain) else chain.servers[1:]
 
 
 def _num_hosts(chains: Chains, servers: Iterable[int]) -> int:

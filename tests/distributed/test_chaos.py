@@ -134,6 +134,28 @@ def test_workers_and_servers_of_one_run_die(start: Callable[..., Command], tmp_p
 
 
 @pytest.mark.timeout(900)
+def test_servers_join_and_die_while_copies_and_key_ranges_move(start: Callable[..., Command], tmp_path: Path) -> None:
+    """One is asked for and dies as it is given its first copy, a second one comes in its place, and one that hands a
+    key range over to it dies: what each copy is made of is known from who gave it."""
+    given = ["--strategy", "ps-asp", "--option", "servers=2", "--option", "replicas=1", "--option", "ranges=4"]
+    strikes = [
+        strike("server-1", "is asked", 40, "more-servers"),
+        strike("server-2", "is given a copy", 2, "kill"),
+        strike("server-3", "hears of another chain", 2, "pause"),
+        strike("server-0", "has handed over", 1, "kill"),
+    ]
+    path = scheduled(tmp_path, (strikes, 1))
+    settings = [*given, "--elastic", "--workers", 2, "--schedule", path, "--out", tmp_path / "out"]
+    command = start("chaos", SCRIPTS / "sums.py", *settings, "--", "--epochs", 8, "--step-s", 0.05)
+    output = command.wait()
+    assert command.status == 0, output
+    assert "2 deaths in 1 run, 0 wrong" in output
+    assert re.search(r"model \d\.\de-1[4-9] apart", output), output
+    assert {event["who"] for event in of(tmp_path / "out" / "run-1" / "out", "copied")} >= {"server-3"}
+    command.assert_nothing_left()
+
+
+@pytest.mark.timeout(900)
 def test_each_step_counts_once_without_steps_in_common(start: Callable[..., Command], tmp_path: Path) -> None:
     """One dies with a model that it has not answered yet, for whom another one comes, and one with a gradient."""
     strikes = [

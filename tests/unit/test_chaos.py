@@ -22,7 +22,7 @@ from paceline.engines.scripting import Script, is_lack_of_memory
 from paceline.engines.striking import KINDS, SERVERS, Strike, acts, connections, hosts
 from paceline.errors import RunFailed, UsageError
 from paceline.records import UpdateRecord
-from paceline.running.chaos import Campaign, Schedule, drawing, gradients, judging, launcher, runs, schedule
+from paceline.running.chaos import Campaign, Schedule, counts, drawing, gradients, judging, launcher, runs, schedule
 from paceline.running.chaos.program import AMONG_WORKERS, IN_PAIRS, UNDER_SERVERS
 from paceline.running.chaos.roles import Role, roles_of
 from paceline.strategies import build
@@ -33,7 +33,7 @@ SCRIPT = Script("train.py", "", (), "/tmp", ())
 WITHOUT_LACKS = {name: replace(kind, lacks=lambda: "") for name, kind in KINDS.items()}
 SERVER_CALLS = {f"server-{index}": dict.fromkeys(SERVERS.often, 20) for index in range(3)}
 BOTH_CALLS = {f"worker-{rank}": dict.fromkeys(UNDER_SERVERS.often, 20) for rank in range(3)} | SERVER_CALLS
-WORKER, SERVER = Role("worker", AMONG_WORKERS, 2), Role("server", SERVERS, 1, is_ended_silent=False)
+WORKER, SERVER = Role("worker", AMONG_WORKERS, 2), Role("server", SERVERS, 1, is_elastic=False)
 
 
 def test_places_are_there() -> None:
@@ -85,7 +85,7 @@ def test_workers_and_servers_are_struck_in_one_run_and_apart(monkeypatch) -> Non
     monkeypatch.setattr("paceline.running.chaos.drawing.KINDS", WITHOUT_LACKS)
     traits = build("ps-asp", {"servers": 3, "replicas": 2}).traits
     roles = roles_of(traits, is_elastic=True, workers=3, at_least=1)
-    assert [(role.who, role.most, role.is_ended_silent) for role in roles] == [("worker", 2, True), ("server", 2, True)]
+    assert [(role.who, role.most, role.is_elastic) for role in roles] == [("worker", 2, True), ("server", 2, True)]
     drawn = [drawing.of_members(Random(seed), BOTH_CALLS, roles, left=3) for seed in range(400)]
     assert drawn == [drawing.of_members(Random(seed), BOTH_CALLS, roles, left=3) for seed in range(400)]
     deadly = [[each for each in scene.strikes if each.is_deadly] for scene in drawn]
@@ -96,12 +96,14 @@ def test_workers_and_servers_are_struck_in_one_run_and_apart(monkeypatch) -> Non
         (False, True),
     }
     assert max(len({each.who for each in some} & CALLS.keys()) for some in workers) == 2
-    assert max(len({each.who for each in some}) for some in servers) == 2
+    assert max(len({each.who for each in some} & SERVER_CALLS.keys()) for some in servers) == 2
     assert {each.place for some in workers for each in some} == set(UNDER_SERVERS.all)
     assert {each.place for some in servers for each in some} == set(SERVERS.all)
     assert {"stop", "hold"} <= {each.kind for some in servers for each in some}
     alone = [s for w, s in zip(workers, servers, strict=True) if not w]
-    assert {each.place for some in alone for each in some} == set(SERVERS.often)
+    assert {each.place for some in alone for each in some} == set(SERVERS.all) - {*SERVERS.after_a_death} - {
+        *SERVERS.at_a_join
+    }
     one = [drawing.of_members(Random(seed), BOTH_CALLS, roles, left=1) for seed in range(50)]
     assert all(len({each.who[0] for each in scene.strikes}) == 1 for scene in one)
 
@@ -246,7 +248,7 @@ def test_a_run_is_asked_to_grow_and_to_shrink(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     grows = schedule.Scene((Strike("worker-0", "x", 1, "grow"), Strike("worker-1", "x", 2, "kill")))
     assert (grows.num_grown, grows.num_workers_dying) == (1, 1)
-    striking.Sizes(grown=4, shrunk=2).write(tmp_path)
+    striking.Sizes(grown=4, shrunk=2, servers=3).write(tmp_path)
     desk = Desk(tmp_path / "out", answer)
     done = threading.Event()
 
@@ -257,13 +259,16 @@ def test_a_run_is_asked_to_grow_and_to_shrink(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=attend)
     thread.start()
-    for kind in ("grow", "shrink"):
+    for kind in ("grow", "shrink", "more-servers"):
         with KINDS[kind].do(tmp_path):
             pass
+    wanted = [{"do": "scale", "workers": 4}, {"do": "scale", "workers": 2}, {"do": "scale", "servers": 3}]
+    while len(asked) < len(wanted):  # a server does not wait for the answer
+        done.wait(0.01)
     done.set()
     thread.join()
     desk.close()
-    assert asked == [{"do": "scale", "workers": 4}, {"do": "scale", "workers": 2}]
+    assert asked == wanted
 
 
 def test_rows_of_tables_are_compared_with_the_model(tmp_path: Path) -> None:
@@ -363,17 +368,22 @@ def test_no_file_grows_on_a_full_disk(tmp_path: Path, monkeypatch) -> None:
     assert striking.met([strike], folder) == (strike,)
 
 
+def numbered(lines: str) -> str:
+    """What servers count, an entry of the chain each."""
+    return "".join(f"{line} {number}\n" for number, line in enumerate(lines.splitlines(), start=1))
+
+
 def test_gradients_that_count_otherwise_are_found(tmp_path: Path) -> None:
     """Two key ranges with a copy each, and two gradients; what a dead server has counted last does not matter."""
     whole, struck = tmp_path / "whole", tmp_path / "struck"
     for folder in (whole, struck):
         (folder / "counted").mkdir(parents=True)
         for name in ("server-0", "server-1"):
-            (folder / "counted" / name).write_text("0 0 0 1\n0 0 1 1\n1 0 0 1\n1 0 1 1\n")
-    (struck / "counted" / "server-0").write_text("0 0 0 1\n")
+            (folder / "counted" / name).write_text(numbered("0 0 0 1\n0 0 1 1\n1 0 0 1\n1 0 1 1\n"))
+    (struck / "counted" / "server-0").write_text(numbered("0 0 0 1\n"))
     dead = [Strike("server-0", "is asked", 1, "kill")]
     assert gradients.counted_alike(struck, whole, dead) == []
-    (struck / "counted" / "server-1").write_text("0 0 0 1\n0 0 0 1\n0 0 1 1\n1 0 0 1\n")
+    (struck / "counted" / "server-1").write_text(numbered("0 0 0 1\n0 0 0 1\n0 0 1 1\n1 0 0 1\n"))
     told = "2 gradients count otherwise on server-1: gradient 1 of worker 0 counts 2 times in key range 0"
     assert gradients.counted_alike(struck, whole, dead) == [told]
 
@@ -393,7 +403,7 @@ def outlived(
     for who, lines in pushed.items():
         (folder / "pushed" / who).write_text("".join(json.dumps(line) + "\n" for line in lines) + "[9, [")
     for who, lines in counted.items():
-        (folder / "counted" / who).write_text(lines)
+        (folder / "counted" / who).write_text(numbered(lines))
     event = {"who": "run", "iteration": iteration, "time_s": 0.0, "details": {}}
     events = [{"name": "ended", **event}, *([{"name": "left_over", **event}] if left_over else [])]
     events += [{**event, "name": "let_go", "who": who, "details": {"steps": n}} for who, n in (let_go or {}).items()]
@@ -454,6 +464,77 @@ def test_samples_that_count_otherwise_where_both_may_die_are_found(tmp_path: Pat
     found = gradients.of_samples(unknown, whole, [], unit="update", keeps=False)
     assert "gradient 0 of worker 0 counts, and was not pushed" in found
     assert "nothing counts in key range 1 on any server that is left" in found
+
+
+def test_servers_that_join_are_struck_and_no_more_copies_die_than_a_run_survives(monkeypatch) -> None:
+    """Beside as many as may die one that has no copy yet may; where the runs are not elastic nobody joins."""
+    monkeypatch.setattr("paceline.running.chaos.drawing.KINDS", WITHOUT_LACKS)
+    drawn = [drawing.of_servers(Random(seed), SERVER_CALLS, replace(SERVER, is_elastic=True)) for seed in range(300)]
+    assert any(scene.num_servers_more for scene in drawn)
+    assert any(scene.replacements for scene in drawn)
+    struck = [strike for scene in drawn for strike in scene.strikes]
+    assert {each.place for each in struck if each.is_deadly} >= {*SERVERS.at_a_move, *SERVERS.as_joiner}
+    first_copies = {each.kind for each in struck if each.is_deadly and each.place in SERVERS.as_joiner}
+    assert first_copies == {"kill", "stop", "hold"}, "with a segmentation fault it may live to have another copy"
+    assert {each.who for each in struck if each.kind == "more-servers"} >= SERVER_CALLS.keys()
+    for scene in drawn:
+        deadly = {each.who for each in scene.strikes if each.is_deadly and each.place not in SERVERS.as_joiner}
+        assert len(deadly) == 1
+        if "server-3" in deadly:
+            assert scene.num_servers_more, "else nobody would come"
+    assert any("server-3" in {each.who for each in scene.strikes if each.is_deadly} for scene in drawn)
+    still = [drawing.of_servers(Random(seed), SERVER_CALLS, SERVER) for seed in range(100)]
+    assert not any(scene.replacements or scene.num_servers_more for scene in still)
+    given = Schedule((schedule.Scene((Strike("server-0", "is asked", 1, "more-servers"),)),))
+    with pytest.raises(UsageError, match="with --elastic alone, with which others may join"):
+        given.require([SERVER])
+    given.require([replace(SERVER, is_elastic=True)])
+
+
+def test_a_silent_server_without_a_copy_may_outlive_the_run(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    events = [moved("server_joined", "server-2"), moved("server_joined", "server-3"), moved("copied", "server-3")]
+    (tmp_path / "out" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    strikes = [Strike(f"server-{number}", "is given a copy", 1, "stop") for number in (2, 3)]
+    assert judging.losses(tmp_path, strikes) == ["server-3 was struck, and its loss not noticed"]
+    killed = [Strike("server-2", "is given a copy", 1, "kill")]
+    assert judging.losses(tmp_path, killed) == ["server-2 was struck, and its loss not noticed"]
+
+
+def moved(name: str, who: str, key_range: int = 0) -> dict:
+    return {"name": name, "who": who, "iteration": 1, "time_s": 0.0, "details": {"key_range": key_range}}
+
+
+def test_copies_that_were_made_later_are_made_of_what_their_givers_had(tmp_path: Path) -> None:
+    """Server 0 has given its copy to server 1 and died, which has given it to server 2 and let go, and has it again."""
+
+    def made_of(of_second: str, *events: dict) -> dict[str, list[tuple[int, int]]]:
+        for each in ("counted", "out"):
+            (tmp_path / each).mkdir(exist_ok=True)
+        first = "0 0 0 0 1\n0 0 0 1 2\n0 0 0 2 3\n"
+        second = f"0 from 0 2 100\n{of_second}0 from 2 3 300\n0 0 0 3 4\n"
+        third = "0 from 1 3 200\n0 0 0 3 4\n"
+        for number, lines in enumerate((first, second, third)):
+            (tmp_path / "counted" / f"server-{number}").write_text(lines)
+        (tmp_path / "out" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        told = counts.read(tmp_path / "counted")
+        held = sorted(counts.holders(told, tmp_path / "out"))
+        return {
+            server: sorted(
+                gradient for (_, gradient), n in counts.counted(told, server, key_range).items() for _ in range(n)
+            )
+            for server, key_range in held
+        }
+
+    events = [moved("copied", "server-1"), moved("copied", "server-2"), moved("released", "server-1")]
+    assert made_of("0 0 0 2 3\n", *events).keys() == {"server-0", "server-2"}
+    events.append(moved("copied", "server-1"))
+    right = [(0, 0), (0, 1), (0, 2), (0, 3)]
+    found = made_of("0 0 0 2 3\n", *events)
+    assert found == {"server-0": right[:3], "server-1": right, "server-2": right}
+    lost, twice = made_of("", *events), made_of("0 0 0 1 3\n0 0 0 2 3\n", *events)
+    assert lost["server-2"] == [(0, 0), (0, 1), (0, 3)]
+    assert twice["server-1"] == [(0, 0), (0, 1), (0, 1), (0, 2), (0, 3)]
 
 
 def test_what_servers_without_copies_count_is_in_the_records(tmp_path: Path) -> None:

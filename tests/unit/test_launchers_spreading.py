@@ -25,6 +25,7 @@ class Launcher:
         self.lines: list[str] = []
         self.served: list[Chain] = []
         about: dict[str, Any] = {"controller": self, "serve": self.serve, "say": self.lines.append}
+        about["set_aside"] = self.set_aside
         self.spreading = Spreading(chains=lambda: self.chains, change=self.change, **about)
 
     def event(self, name: str, who: str, **details: Any) -> None:
@@ -36,6 +37,9 @@ class Launcher:
     def serve(self, chain: Chain) -> None:
         self.served.append(chain)
         self.change(chain)
+
+    def set_aside(self, key_range: int, server: int) -> None:
+        self.chains = self.chains.without_move(key_range, server)
 
     def give_copy(self, key_range: int) -> None:
         """To the server that has joined."""
@@ -82,13 +86,37 @@ def test_word_of_a_handover_that_was_called_off_is_not_heard() -> None:
     assert launcher.served == [Chain(0, (2, 0), 2)]
 
 
-def test_who_cannot_hand_over_is_not_asked_again() -> None:
+def test_who_cannot_hand_over_is_not_asked_again_until_servers_join() -> None:
+    """Another key range is handed over in its place."""
     launcher, chain = handing_over()
     launcher.hear(chain, "LBFGS cannot be sent")
     assert launcher.events[-1] == "not_handed_over server-0"
-    assert launcher.lines == ["server 0 keeps key range 0: LBFGS cannot be sent"]
+    assert launcher.lines == ["server 0 keeps key range 0 until servers die or join: LBFGS cannot be sent"]
     launcher.spreading.turn()
     assert launcher.chains.chains[0] == replace(chain, handover=None)
+    other = launcher.chains.chains[1]
+    assert other.handover == Handover(2, 2)
+    launcher.hear(other, "LBFGS cannot be sent")
+    launcher.spreading.turn()
+    assert all(each.is_at_rest for each in launcher.chains.chains)
+    launcher.chains = launcher.chains.joined(3, "a")
+    launcher.spreading.turn()
+    assert launcher.chains.chains[0].handover == Handover(2, 3)
+
+
+def test_another_lets_go_of_a_copy_where_the_head_cannot_hand_over() -> None:
+    launcher = Launcher()
+    launcher.chains = launcher.chains.died(1)[0]
+    launcher.give_copy(0)
+    launcher.chains = launcher.chains.joined(3, "a")
+    launcher.change(replace(launcher.chains.chains[0], newcomer=3).extended())
+    launcher.spreading.turn()
+    chain = launcher.chains.chains[0]
+    assert chain.handover is not None
+    launcher.hear(chain, "LBFGS cannot be sent")
+    launcher.spreading.turn()
+    assert launcher.events[-1].startswith("released server-")
+    assert len(launcher.chains.chains[0].servers) == 2
 
 
 @final

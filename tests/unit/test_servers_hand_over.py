@@ -85,13 +85,15 @@ class Servers:
         while self.told.get(timeout=PATIENCE_S) != what:
             pass
 
-    def hand_over(self, key_range: int, to: int) -> None:
+    def hand_over(self, key_range: int, to: int, *, is_told: bool = True) -> None:
+        """`is_told`: the worker hears of it."""
         chain = replace(self.chains.chains[key_range], handover=Handover(to, 1))
         self.change(chain)
         self.wait_for(HandedOver(chain))
         self.change(after := chain.handed_over())
         self.wait_for(after)
-        self.moves.append(Move(key_range, self.address(after)))
+        if is_told:
+            self.moves.append(Move(key_range, self.address(after)))
 
     def copy_to(self, server: int, key_range: int) -> None:
         chain = replace(self.chains.chains[key_range], newcomer=server)
@@ -116,10 +118,12 @@ def servers(*, has_lines: bool) -> Iterator[Servers]:
         made.stop()
 
 
-@pytest.mark.parametrize("has_lines", [True, False], ids=["beside", "apart"])
-def test_key_ranges_go_to_a_server_that_joins_and_back(has_lines: bool) -> None:
-    with servers(has_lines=has_lines) as group:
-        store = connect_servers(
+@final
+class Training:
+    """One worker, beside the same updates without servers."""
+
+    def __init__(self, group: Servers) -> None:
+        self.store = connect_servers(
             group.keys,
             servers=[group.address(chain) for chain in group.chains.chains],
             collective=AloneCollective(),
@@ -128,45 +132,67 @@ def test_key_ranges_go_to_a_server_that_joins_and_back(has_lines: bool) -> None:
             deadline_s=PATIENCE_S,
             moves=group.moves,
         )
+        parameters, gradients = (self.store.allocate(LAYOUT.num_bytes) for _ in range(2))
+        (self.own,), (self.gradient,) = LAYOUT.views(parameters), LAYOUT.views(gradients)
+        self.like = torch.nn.Parameter(torch.linspace(-1, 1, 64))
+        self.optimizer = torch.optim.SGD([self.like], lr=1.0, momentum=0.5)
+        self.own.copy_(self.like.detach())
+        self.store.attach(LAYOUT, MOMENTUM, parameters, gradients)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.like.grad = torch.cos(self.like.detach())
+        self.gradient.copy_(self.like.grad)
+        self.store.exchange(Push(pause_at=FOREVER))
+        self.optimizer.step()
+        assert self.own.equal(self.like.detach())
+
+
+@contextmanager
+def training(*, has_lines: bool) -> Iterator[tuple[Servers, Training]]:
+    with servers(has_lines=has_lines) as group:
+        made = Training(group)
         try:
-            parameters, gradients = store.allocate(LAYOUT.num_bytes), store.allocate(LAYOUT.num_bytes)
-            (own,), (gradient,) = LAYOUT.views(parameters), LAYOUT.views(gradients)
-            like = torch.nn.Parameter(torch.linspace(-1, 1, 64))
-            optimizer = torch.optim.SGD([like], lr=1.0, momentum=0.5)
-            own.copy_(like.detach())
-            store.attach(LAYOUT, MOMENTUM, parameters, gradients)
-
-            def step() -> None:
-                optimizer.zero_grad()
-                like.grad = torch.cos(like.detach())
-                gradient.copy_(like.grad)
-                store.exchange(Push(pause_at=FOREVER))
-                optimizer.step()
-                assert own.equal(like.detach())
-
-            step()
-            group.hand_over(0, to=1)
-            step()
-            group.hand_over(0, to=0)
-            step()
-            joined = group.add()
-            for key_range in range(2):
-                group.copy_to(joined, key_range)
-                step()
-                group.hand_over(key_range, to=joined)
-                step()
-            for key_range in range(2):
-                for server in range(2):
-                    group.change(group.chains.chains[key_range].without(server))
-                step()
-            group.copy_to(1, 0)
-            group.hand_over(0, to=1)
-            step()
-            assert [chain.servers for chain in group.chains.chains] == [(1, 2), (2,)]
-            state = store.optimizer_state()
-            assert state["0.momentum_buffer"].equal(optimizer.state[like]["momentum_buffer"])
+            yield group, made
         finally:
-            store.close()
+            made.store.close()
+
+
+@pytest.mark.parametrize("has_lines", [True, False], ids=["beside", "apart"])
+def test_key_ranges_go_to_a_server_that_joins_and_back(has_lines: bool) -> None:
+    with training(has_lines=has_lines) as (group, worker):
+        worker.step()
+        group.hand_over(0, to=1)
+        worker.step()
+        group.hand_over(0, to=0)
+        worker.step()
+        joined = group.add()
+        for key_range in range(2):
+            group.copy_to(joined, key_range)
+            worker.step()
+            group.hand_over(key_range, to=joined)
+            worker.step()
+        for key_range in range(2):
+            for server in range(2):
+                group.change(group.chains.chains[key_range].without(server))
+            worker.step()
+        group.copy_to(1, 0)
+        group.hand_over(0, to=1)
+        worker.step()
+        assert [chain.servers for chain in group.chains.chains] == [(1, 2), (2,)]
+        state = worker.store.optimizer_state()
+        assert state["0.momentum_buffer"].equal(worker.optimizer.state[worker.like]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("has_lines", [True, False], ids=["beside", "apart"])
+def test_a_worker_asks_the_same_server_that_has_had_the_key_range_handed_back(has_lines: bool) -> None:
+    """Before it has heard of the other one, as where that has died just then: its connection is still there."""
+    with training(has_lines=has_lines) as (group, worker):
+        for _ in range(5):
+            worker.step()
+            group.hand_over(0, to=1, is_told=False)
+            group.hand_over(0, to=0)
+        worker.step()
 
 
 def test_what_is_asked_while_a_server_hands_over_is_done_when_that_is_called_off() -> None:

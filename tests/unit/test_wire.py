@@ -186,6 +186,19 @@ def test_a_second_caller_of_a_name_does_not_take_the_firsts_place(keys: Keys) ->
             exchange(listener, first)
 
 
+def test_who_calls_anew_is_heard_when_the_first_has_ended(keys: Keys) -> None:
+    with listening(keys) as listener, calling(keys, listener, "a") as first:
+        exchange(listener, first)
+        with closing(Caller(keys, endpoint=listener.endpoint, identity="a", is_anew=True)) as second:
+            second.send(Message(Kind.PULL, 1))
+            assert receive(listener, within_s=SILENCE_S) is None
+            first.close()
+            until_s = time.monotonic() + WITHIN_S
+            while (arrived := receive(listener, within_s=SILENCE_S)) is None and time.monotonic() < until_s:
+                assert second.receive() is None
+            assert arrived is not None
+
+
 @pytest.mark.skipif(bool(connections.lack()), reason=connections.lack())
 def test_what_a_broken_connection_loses_comes_again(keys: Keys) -> None:
     """The connection is cut again and again while both ends send; each message comes once, and in order."""

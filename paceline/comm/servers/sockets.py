@@ -312,7 +312,7 @@ class SocketCarrier(Carrier):
         if move.address.epoch is not None and move.address.epoch <= self._links[index].epoch:
             return
         with contextlib.suppress(PeerLost):
-            link = self._link_to(move.address)
+            link = self._link_to(move.address, is_anew=True)
             for socket in self._links[index].caller.sockets:
                 self._poller.unregister(socket)
             self._links[index].close()
@@ -330,11 +330,12 @@ class SocketCarrier(Carrier):
                 raise
             return self._link_to(replace(server, bell=None))
 
-    def _link_to(self, server: ServerAddress) -> _Link:
-        """Raises PeerLost where a server on this host has gone."""
+    def _link_to(self, server: ServerAddress, *, is_anew: bool = False) -> _Link:
+        """Raises PeerLost where a server on this host has gone. `is_anew`: it may be one that this worker has asked for
+        the same key range before, or still does."""
         line = None if server.bell is None else WorkerLine(server.bell, yield_s=self._yield_s)
         identity = identity_of(self._rank, self._number, server.copy_of).decode()
-        caller = Caller(self._keys, endpoint=server.endpoint, identity=identity)
+        caller = Caller(self._keys, endpoint=server.endpoint, identity=identity, is_anew=is_anew)
         return _Link(caller, line, self._epoch if server.epoch is None else server.epoch)
 
     def abort(self, reason: str) -> None:

@@ -31,13 +31,14 @@ class _Building(NamedTuple):
 @final
 class CopyingAnew:
     """Sees to one key range after another: first to those that have too few copies, then to those whose copies would
-    lie better elsewhere. What a server cannot get is named, and the run goes on with the copies that are left.
+    lie better elsewhere. A copy that a server cannot get after some attempts is set aside, and the others are made.
 
     Args:
         infos: of all servers, by number.
         chains: as they are.
         change: has one of them be so from here on.
         tell: tells somebody, by name, how one of them is.
+        set_aside: has a server get no copy of a key range.
         say: shows a line where the run was started.
     """
 
@@ -49,14 +50,17 @@ class CopyingAnew:
         chains: Callable[[], Chains],
         change: Callable[[Chain], None],
         tell: Callable[[str, Chain], None],
+        set_aside: Callable[[int, int], None],
         say: Callable[[str], None],
     ) -> None:
         self._controller, self._infos = controller, infos
         self._chains, self._change, self._tell, self._say = chains, change, tell, say
+        self._set_aside = set_aside
         self._building: _Building | None = None
         self._since_s: dict[int, float] = {}  # by key range that has a newcomer
         self._built_by: dict[int, int] = {}  # by key range, the version of its chain that its newcomer was built by
-        self._failures: Counter[tuple[int, tuple[int, ...]]] = Counter()  # by key range, and who has copies of it
+        self._failures: Counter[tuple[int, int | None, frozenset[int]]] = Counter()
+        """By key range, who was to get a copy of it, and the servers that lived."""
         self._not_before_s = 0.0
 
     @property
@@ -76,7 +80,7 @@ class CopyingAnew:
             return
         for chain in self._wanted():
             newcomer, last = f"server-{chain.newcomer}", f"server-{chain.servers[-1]}"
-            if self._failures[chain.key_range, chain.servers] < _ATTEMPTS and newcomer in servers and last in servers:
+            if newcomer in servers and last in servers:
                 spec = servers[last].spec_of.remote(chain.key_range)  # goes to the newcomer, and is not read here
                 endpoints = {server: info.endpoint for server, info in self._infos.items()}
                 future = servers[newcomer].replicate_anew.remote(spec, chain, endpoints)
@@ -124,6 +128,7 @@ class CopyingAnew:
             self._fail(chain, why_not)
         else:
             self._change(chain.extended())
+            del self._failures[self._attempts_at(chain)]
             self._tell_of(chain.extended())
 
     def _tell_of(self, chain: Chain) -> None:
@@ -135,8 +140,15 @@ class CopyingAnew:
         )
 
     def _fail(self, chain: Chain, why: str) -> None:
-        self._failures[chain.key_range, chain.servers] += 1
+        newcomer, key_range, attempts = chain.newcomer, chain.key_range, self._attempts_at(chain)
+        assert newcomer is not None
+        self._failures[attempts] += 1
         self._not_before_s = time.monotonic() + _AGAIN_S
-        self._controller.event("not_copied", f"server-{chain.newcomer}", key_range=chain.key_range, why=why)
-        if self._failures[chain.key_range, chain.servers] == _ATTEMPTS:
-            self._say(f"server {chain.newcomer} gets no copy of key range {chain.key_range}: {why}; the run goes on")
+        self._controller.event("not_copied", f"server-{newcomer}", key_range=key_range, why=why)
+        if self._failures[attempts] == _ATTEMPTS:
+            self._set_aside(key_range, newcomer)
+            self._say(f"server {newcomer} gets no copy of key range {key_range} until servers die or join: {why}")
+
+    def _attempts_at(self, chain: Chain) -> tuple[int, int | None, frozenset[int]]:
+        """What attempts to give this newcomer a copy are counted by."""
+        return chain.key_range, chain.newcomer, self._chains().living

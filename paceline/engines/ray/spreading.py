@@ -17,6 +17,7 @@ class Spreading:
         chains: as they are.
         change: has one of them be so from here on.
         serve: has one of them be so, whose first server is another one.
+        set_aside: has a server stay what it is to a key range.
         say: shows a line where the run was started.
     """
 
@@ -27,11 +28,12 @@ class Spreading:
         chains: Callable[[], Chains],
         change: Callable[[Chain], None],
         serve: Callable[[Chain], None],
+        set_aside: Callable[[int, int], None],
         say: Callable[[str], None],
     ) -> None:
         self._controller, self._chains, self._change, self._serve, self._say = controller, chains, change, serve, say
+        self._set_aside = set_aside
         self._num_begun = 0
-        self._refused: set[tuple[int, ...]] = set()  # a key range, and who has copies of it
 
     def turn(self) -> None:
         """Begin with the next move, if there is any. To be called while all key ranges are served, nobody is given a
@@ -61,10 +63,10 @@ class Spreading:
         if not why_not:
             self._serve(chain.handed_over())
             return
-        self._refused.add((chain.key_range, *chain.servers))
         self._change(replace(chain, handover=None))
         self._controller.event("not_handed_over", f"server-{chain.head}", key_range=chain.key_range, why=why_not)
-        self._say(f"server {chain.head} keeps key range {chain.key_range}: {why_not}")
+        self._set_aside(chain.key_range, chain.head)
+        self._say(f"server {chain.head} keeps key range {chain.key_range} until servers die or join: {why_not}")
 
     def call_off(self) -> None:
         """Have whoever serves a key range go on with it."""
@@ -73,6 +75,5 @@ class Spreading:
                 self._change(replace(chain, handover=None))
 
     def _hand_over(self, chain: Chain, to: int) -> None:
-        if (chain.key_range, *chain.servers) not in self._refused:
-            self._num_begun += 1
-            self._change(replace(chain, handover=Handover(to, self._num_begun)))
+        self._num_begun += 1
+        self._change(replace(chain, handover=Handover(to, self._num_begun)))

@@ -210,6 +210,7 @@ class Supervisor:
                 self._takeover,
                 environment=job.environment,
                 replacements=elastic.replacements,
+                within_s=job.config.start_deadline_s,
                 say=self._say,
             )
         try:

@@ -48,10 +48,21 @@ class Takeover:
         self._parted: set[str] = set()
         self._told: set[str] = set()  # workers
         self._copying = CopyingAnew(
-            controller, self._infos, chains=lambda: self.chains, change=self._change, tell=self._tell, say=say
+            controller,
+            self._infos,
+            chains=lambda: self.chains,
+            change=self._change,
+            tell=self._tell,
+            set_aside=self._set_aside,
+            say=say,
         )
         self._spreading = Spreading(
-            controller, chains=lambda: self.chains, change=self._change, serve=self._have_served, say=say
+            controller,
+            chains=lambda: self.chains,
+            change=self._change,
+            serve=self._have_served,
+            set_aside=self._set_aside,
+            say=say,
         )
 
     def head_of(self, key_range: int) -> str | None:
@@ -107,7 +118,7 @@ class Takeover:
         server, now_s = int(name.partition("-")[2]), time.monotonic()
         served = [chain.key_range for chain in self.chains.chains if chain.servers[0] == server]
         after, changed = self.chains.died(server)
-        self.chains = replace(self.chains, dead=after.dead)
+        self.chains = replace(after, chains=self.chains.chains)
         process, left, why = self._infos[server].pid, len(self.chains.living), self._why(name)
         self._controller.event("server_lost", name, process=process, why=why, key_ranges=served, left=left)
         self._say(f"server {server} (process {process}) is lost: {why}; servers left: {left}")
@@ -125,6 +136,11 @@ class Takeover:
         told = (*before.servers, *chain.servers, before.newcomer, chain.newcomer)
         for server in sorted(self.chains.living.intersection(told)):
             self._tell(f"server-{server}", chain)
+
+    def _set_aside(self, key_range: int, server: int) -> None:
+        """A move has failed: until servers die or join this one stays what it is to the key range."""
+        self.chains = self.chains.without_move(key_range, server)
+        self._controller.event("set_aside", f"server-{server}", key_range=key_range)
 
     def _have_served(self, chain: Chain) -> None:
         """The first of this chain, which has a copy, is to serve its key range."""

@@ -29,11 +29,14 @@ class Places:
     """Where others come to when a worker has died."""
     at_a_join: Mapping[str, Place] = field(default_factory=dict)
     """Where others come to when a worker joins."""
+    at_a_move: Mapping[str, Place] = field(default_factory=dict)
+    """Where servers come to when one has died or joined, and copies and key ranges move."""
     as_joiner: Mapping[str, Place] = field(default_factory=dict)
+    """Where one that joins comes to."""
 
     @property
     def all(self) -> Mapping[str, Place]:
-        return {**self.often, **self.after_a_death, **self.at_a_join, **self.as_joiner}
+        return {**self.often, **self.after_a_death, **self.at_a_join, **self.at_a_move, **self.as_joiner}
 
 
 @final

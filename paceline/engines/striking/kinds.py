@@ -30,6 +30,11 @@ class Kind:
     lacks: Callable[[], str] = lambda: ""
     """Why it cannot be had here, if it cannot."""
 
+    @property
+    def takes_elastic(self) -> bool:
+        """Whether only elastic runs know what to do about it."""
+        return self.is_silent or self.asks_launcher
+
 
 KINDS: Mapping[str, Kind] = {
     "kill": Kind(_ANYBODY, acts.signalled(signal.SIGKILL)),
@@ -42,6 +47,7 @@ KINDS: Mapping[str, Kind] = {
     "grow": Kind(("worker",), sizes.grow, is_outlived=True, asks_launcher=True),
     "shrink": Kind(("worker",), sizes.shrink, is_outlived=True, asks_launcher=True),
     "full": Kind(("launcher",), acts.full_disk, is_outlived=True),
+    "more-servers": Kind(("server",), sizes.more_servers, is_outlived=True, asks_launcher=True),
     "part": Kind(_MEMBER, hosts.part, is_of_host=True, lacks=hosts.lack),
     "flicker": Kind(_MEMBER, hosts.flicker, is_outlived=True, is_of_host=True, lacks=hosts.lack),
     "slow": Kind(_MEMBER, hosts.slow, is_outlived=True, is_of_host=True, lacks=hosts.lack_of_tc),

@@ -14,6 +14,8 @@ from paceline.running.chaos.schedule import Scene
 Calls = Mapping[str, Mapping[str, int]]
 """How often each process comes to each place in an undisturbed run."""
 NOBODY = Scene(())
+_CALLS_OF_A_MOVE, _EARLY_CALLS = 3, 20
+"""Among so many calls of a place is one that is drawn: of those while something moves, and of a server that joins."""
 
 
 def of_members(chance: Random, calls: Calls, roles: Sequence[Role], *, left: int) -> Scene:
@@ -46,18 +48,43 @@ def of_workers(chance: Random, calls: Calls, role: Role) -> Scene:
 
 def of_servers(chance: Random, calls: Calls, role: Role, beside: Scene = NOBODY) -> Scene:
     """Some die, of whom some do so while others let go or let in the workers that die or join beside them; another one
-    may be struck by what it outlives."""
+    may be struck by what it outlives. In elastic runs servers may join, so that some die while copies and key ranges
+    move, and one that has joined may be struck, too."""
     names, places = _named(calls, "server"), role.places
-    victims = chance.sample(names, chance.randint(1, role.most))
+    victims, joiner = chance.sample(names, chance.randint(1, role.most)), f"server-{len(names)}"
+    asking, replacements = list[Strike](), beside.replacements
+    if role.is_elastic:
+        replacements = max(replacements, chance.randint(0, 1))
+        asking = [_often(chance, calls, chance.choice(names), places.often, "more-servers")] * chance.randint(0, 1)
+    if asking and chance.random() < 0.3:  # it dies in place of one of the start
+        victims[-1] = joiner
+    as_joiner = _at_a_first_copy(chance, role, joiner) if asking or replacements else []
     workers_die = any(strike.is_deadly for strike in beside.strikes)
     later = [*(places.after_a_death if workers_die else ()), *(places.at_a_join if beside.replacements else ())]
-    strikes = [
-        Strike(victim, chance.choice(later), 1, _deadly(chance, role))
-        if later and chance.random() < 0.5
-        else _often(chance, calls, victim, places.often, _deadly(chance, role))
-        for victim in victims
-    ]
-    return Scene((*beside.strikes, *strikes, *_outliving(chance, calls, role, victims)), beside.replacements)
+    strikes = []
+    for victim in victims:
+        may_move = asking or (replacements and victim != victims[0])
+        places_now = [*later, *(places.at_a_move if may_move else ())]
+        if victim == joiner:
+            place, number = chance.choice([*places.often, *places.at_a_move]), chance.randint(1, _EARLY_CALLS)
+            strikes.append(Strike(victim, place, number, _deadly(chance, role)))
+        elif places_now and chance.random() < 0.5:
+            place = chance.choice(places_now)
+            number = chance.randint(1, _CALLS_OF_A_MOVE) if place in places.at_a_move else 1
+            strikes.append(Strike(victim, place, number, _deadly(chance, role)))
+        else:
+            strikes.append(_often(chance, calls, victim, places.often, _deadly(chance, role)))
+    outliving = _outliving(chance, calls, role, victims)
+    return Scene((*beside.strikes, *asking, *strikes, *as_joiner, *outliving), replacements)
+
+
+def _at_a_first_copy(chance: Random, role: Role, joiner: str) -> list[Strike]:
+    """A server that joins may die with the first copy that it is given, while it is none yet, or be struck by what it
+    outlives. A segmentation fault takes its time, in which others might let go of copies that it has got."""
+    place, number = chance.choice([*role.places.as_joiner]), chance.randint(1, _CALLS_OF_A_MOVE)
+    deadly = [kind for kind in _of_process(role, is_outlived=False) if kind != "segfault"]
+    kinds = chance.choice([deadly, _of_process(role, is_outlived=True), []])
+    return [Strike(joiner, place, number, chance.choice(kinds))] if kinds else []
 
 
 def of_launcher(chance: Random) -> Scene:
@@ -101,17 +128,17 @@ def _outliving(chance: Random, calls: Calls, role: Role, victims: Sequence[str])
 
 
 def _deadly(chance: Random, role: Role) -> str:
-    kinds = _of_process(role.who, is_outlived=False)
-    return chance.choice([kind for kind in kinds if role.is_ended_silent or not KINDS[kind].is_silent])
+    return chance.choice(_of_process(role, is_outlived=False))
 
 
 def _outlived(chance: Random, role: Role) -> str:
-    return chance.choice(_of_process(role.who, is_outlived=True))
+    return chance.choice(_of_process(role, is_outlived=True))
 
 
-def _of_process(who: Who, *, is_outlived: bool) -> list[str]:
-    names = kinds_of(who, is_outlived=is_outlived)
-    return [name for name in names if not (KINDS[name].is_of_host or KINDS[name].lacks())]
+def _of_process(role: Role, *, is_outlived: bool) -> list[str]:
+    kinds = {name: KINDS[name] for name in kinds_of(role.who, is_outlived=is_outlived)}
+    some = {name: kind for name, kind in kinds.items() if role.is_elastic or not kind.takes_elastic}
+    return [name for name, kind in some.items() if not (kind.is_of_host or kind.lacks())]
 
 
 def _often(chance: Random, calls: Calls, who: str, places: Mapping[str, Any], kind: str) -> Strike:

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 
 from paceline.engines.striking import Strike
 from paceline.records import EventRecord, UpdateRecord, read_records
-from paceline.running.chaos import judging
+from paceline.running.chaos import counts, judging
+from paceline.running.chaos.counts import Gradient
 from paceline.running.result import Result
 from paceline.strategies.traits import Unit
-
-Gradient = tuple[int, int]
-"""Its worker, and which one of the worker's it is."""
 
 
 class _Copy(NamedTuple):
@@ -48,8 +46,7 @@ def of_samples(folder: Path, whole: Path, strikes: Sequence[Strike], *, unit: Un
     copies, of_whole = _copies(folder, strikes), _copies(whole, ())
     gradients = set[Gradient]().union(*copies.values())
     wrong = _otherwise(copies, dict.fromkeys(copies, gradients))
-    told = {copy.key_range for copy in copies} | {key_range for _, key_range in _made_later(folder)}
-    for key_range in sorted({copy.key_range for copy in of_whole} - told):
+    for key_range in sorted({copy.key_range for copy in of_whole} - {copy.key_range for copy in copies}):
         wrong.append(f"nothing counts in key range {key_range} on any server that is left")
     pushed = _pushed(folder)
     for worker, clock in sorted(gradients - pushed.keys()):
@@ -121,28 +118,17 @@ def _otherwise(copies: _Copies, wanted: Mapping[_Copy, set[Gradient]]) -> list[s
 
 
 def _copies(folder: Path, strikes: Sequence[Strike]) -> _Copies:
-    """Which gradients each server that is left has counted. Servers with copies write that down themselves, since when
-    they have them: copies that were made later are left out. Servers without copies write nothing, and none of them may
-    die: the run's records say it."""
-    dead, later = judging.dying(folder, strikes), _made_later(folder)
+    """Which gradients each copy is made of that is left. Servers with copies write that down themselves. Servers
+    without copies write nothing, and none of them may die: the run's records say it."""
+    dead, told = judging.dying(folder, strikes), counts.read(folder / "counted")
     found: dict[_Copy, Counter[Gradient]] = defaultdict(Counter)
-    told = [path for path in (folder / "counted").iterdir() if path.stat().st_size]
-    for path in (each for each in told if each.name not in dead):
-        for line in path.read_text().splitlines():
-            key_range, shard, worker, clock = map(int, line.split())
-            if (path.name, key_range) in later:
-                continue
-            found[_Copy(path.name, key_range, shard)][worker, clock] += 1
+    for server, key_range in counts.holders(told, folder / "out"):
+        for (shard, gradient), times in counts.counted(told, server, key_range).items() if server not in dead else ():
+            found[_Copy(server, key_range, shard)][gradient] += times
     if not told:
         for update in read_records(folder / "out", UpdateRecord):
             found[_Copy(f"server-{update.server}", update.server, 0)][update.worker, update.clock] += 1
     return found
-
-
-def _made_later(folder: Path) -> set[tuple[str, int]]:
-    """Servers, with key ranges of which they were given a copy while the run went on, or let go of one."""
-    made = [event for event in read_records(folder / "out", EventRecord) if event.name in ("copied", "released")]
-    return {(event.who, int(event.details["key_range"])) for event in made}
 
 
 def _pushed(folder: Path) -> dict[Gradient, list[Any]]:

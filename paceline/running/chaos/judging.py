@@ -38,11 +38,15 @@ def calls(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def losses(folder: Path, strikes: Sequence[Strike]) -> list[str]:
-    """Whoever was struck and nobody else is to have been lost, unless it had left, or came too late to join."""
+    """Whoever was struck and nobody else is to have been lost, unless it had left, or came too late to join. Nobody
+    waits for a server that is silent before it has a copy: the run may end before that is noticed."""
     events = read_records(folder / "out", EventRecord)
     too_late = {event.who for event in events if event.name == "not_joined" and event.details["why"] == CAME_TOO_LATE}
     lost = {event.who for event in events if event.name in _LOSSES} - too_late
     gone = {event.who for event in events if event.name in ("given_up", "left")} | too_late
+    has_copy = {event.who for event in events if event.name == "copied"}
+    silent = {strike.who for strike in strikes if striking.KINDS[strike.kind].is_silent}
+    gone |= silent & {event.who for event in events if event.name == "server_joined"} - has_copy
     struck = dying(folder, strikes)
     told = [f"{who} was lost, and not struck" for who in sorted(lost - struck)]
     return told + [f"{who} was struck, and its loss not noticed" for who in sorted(struck - lost - gone)]

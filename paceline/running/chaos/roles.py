@@ -17,13 +17,13 @@ class Role:
     Args:
         who: worker or server.
         most: of them that may die in a run.
-        is_ended_silent: one that is silent is ended, so that it may be stopped for good.
+        is_elastic: one that is silent is ended, so that it may be stopped for good, and others may join.
     """
 
     who: Who
     places: Places
     most: int
-    is_ended_silent: bool = True
+    is_elastic: bool = True
 
 
 def roles_of(traits: Traits, *, is_elastic: bool, workers: int, at_least: int) -> tuple[Role, ...]:
@@ -32,5 +32,5 @@ def roles_of(traits: Traits, *, is_elastic: bool, workers: int, at_least: int) -
     if is_elastic and traits.survives:
         roles.append(Role("worker", PLACES[exchanges_with(traits)], workers - at_least))
     if traits.num_replicas:
-        roles.append(Role("server", SERVERS, traits.num_replicas, is_ended_silent=is_elastic))
+        roles.append(Role("server", SERVERS, traits.num_replicas, is_elastic=is_elastic))
     return tuple(roles)

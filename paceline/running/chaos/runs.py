@@ -111,7 +111,8 @@ class Runs:
             (folder / each).mkdir(parents=True)
         (folder / "networks" / "launcher").write_text(str(hosts.network()))
         least = self.workers if self.at_least is None else self.at_least
-        striking.Sizes(self.workers + scene.num_grown, least + scene.num_workers_dying).write(folder)
+        servers = self.strategy.traits.num_servers + scene.num_servers_more
+        striking.Sizes(self.workers + scene.num_grown, least + scene.num_workers_dying, servers).write(folder)
         (folder / "strikes.json").write_text(json.dumps([asdict(strike) for strike in scene.strikes]))
         return folder
 

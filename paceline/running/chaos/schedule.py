@@ -24,7 +24,7 @@ _PLACES: Mapping[Who, Mapping[str, Place]] = {
 @final
 @dataclass(frozen=True)
 class Scene:
-    """One run's strikes, and how many new workers start in dead ones' places."""
+    """One run's strikes, and how many new workers start in dead ones' places, and as many new servers."""
 
     strikes: tuple[Strike, ...]
     replacements: int = 0
@@ -33,6 +33,11 @@ class Scene:
     def num_grown(self) -> int:
         """By so many workers the run is larger than at first, where it is asked to grow."""
         return sum(strike.kind == "grow" for strike in self.strikes)
+
+    @property
+    def num_servers_more(self) -> int:
+        """So many servers are asked for beside those of the start."""
+        return sum(strike.kind == "more-servers" for strike in self.strikes)
 
     @property
     def num_workers_dying(self) -> int:
@@ -72,8 +77,8 @@ class Schedule:
             return f"in these runs no others are struck than each {' and '.join(role.who for role in roles)}"
         if strike.place not in role.places.all:
             return f"its places in these runs are {', '.join(role.places.all)}"
-        if KINDS[strike.kind].is_silent and not role.is_ended_silent:
-            return "a silent server is ended with --elastic alone"
+        if KINDS[strike.kind].takes_elastic and not role.is_elastic:
+            return "a silent server is ended with --elastic alone, with which others may join, too"
         return ""
 
     def write(self, path: Path) -> None:

@@ -1,5 +1,6 @@
 """Gradients that do not depend on the parameters: in whatever order they count, each once makes one model."""
 
+import argparse
 import time
 
 import torch
@@ -7,14 +8,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=1)
+parser.add_argument("--step-s", type=float, default=0.005)
+args = parser.parse_args()
 worker = paceline.init()
 generator = torch.Generator().manual_seed(0)
 rows = TensorDataset(torch.randn(240, 64, generator=generator, dtype=torch.float64))
 model = torch.nn.Linear(64, 1, bias=False).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 model, optimizer, loader = worker.prepare(model, optimizer, DataLoader(rows, batch_size=4, shuffle=True))
-for (x,) in loader:
-    optimizer.zero_grad()
-    model(x).mean().backward()
-    optimizer.step()
-    time.sleep(0.005)
+for _ in range(args.epochs):
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        time.sleep(args.step_s)

@@ -91,6 +91,7 @@ class RepeatedAveraging(GradientAveraging):
                 if repeating.lost is None:
                     self._average()
                     self._choice.look()
+                    self._agree()
                     break
                 self._begin_anew()
             except PeerLost as lost:
@@ -102,6 +103,12 @@ class RepeatedAveraging(GradientAveraging):
         if not self._owner.context.collective.completes_alike:
             repeating.keep_result(self._buckets)
         self.is_nonfinite = repeating.commit(self._buckets, is_nonfinite=self.is_nonfinite)
+
+    def _agree(self) -> None:
+        """Over messages one worker may have the average, and another wait for what the dead was to hand on to it: then
+        nobody takes it. All have come to the end of theirs where one has the result of this."""
+        if self._options.algorithm != "auto":
+            self._owner.context.collective.all_reduce(torch.zeros(1), op="max").wait()
 
     def _begin_anew(self) -> None:
         """Average anew among those who are left, with this worker's own gradients."""

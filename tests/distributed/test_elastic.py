@@ -150,6 +150,18 @@ def test_workers_die_whose_gradients_are_coded(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ring", "tree"])
+def test_workers_die_between_the_messages_of_an_average(tmp_path: Path, ray_here: None, algorithm: str) -> None:
+    """One has handed on a part to some, and not to others: either all take the average, or nobody does."""
+    sends = "paceline.comm.shared_memory.collective:SharedMemoryCollective.send_bytes"
+    given = ["--fail", "1:3:kill", "--fail-at", f"3:26:{sends}", "--fail-at", f"0:41:{sends}"]
+    out = trained(tmp_path, *given, workers=4, strategy=f"all-reduce:algorithm={algorithm}", elastic="1:4")
+    assert sorted(event["who"] for event in of(out, "lost")) == ["worker-0", "worker-1", "worker-3"]
+    require_each_sample_once(out)
+    require_same_model(out, undisturbed(workers=4))
+
+
+@pytest.mark.slow
 def test_the_one_who_evaluates_dies_in_it(tmp_path: Path, ray_here: None) -> None:
     out = trained(tmp_path, "--fail-in-evaluation", 0, elastic="1:3", eval_every=4)
     assert [event["who"] for event in of(out, "lost")] == ["worker-0"]

@@ -259,6 +259,8 @@ class Course:
 
     def _end_round(self, place: str) -> None:
         """The client's turn that is under way is over, and with it the round."""
+        if self._survivor is not None:
+            self._survivor.require_between_rounds(place)
         self.record_late(iteration=self.end_turn())
         self._run.prepared.synchronizer.require_between_rounds(place)
 

@@ -143,7 +143,8 @@ class Survivor:
         return replace(worker, stream=self._dealt.state_for_later())
 
     def in_pause(self, worker: WorkerState) -> WorkerState:
-        return worker
+        """Whoever is the first now may not have been so at the end of its script."""
+        return self.all_done.for_later(worker, is_first=self._run.context.is_first)
 
     def go_on_from(self, workers: Sequence[WorkerState], *, iteration: int) -> list[WorkerState]:
         return self.all_done.go_on_from(workers, size=self._run.context.size, iteration=iteration)

@@ -106,12 +106,14 @@ class Redealt:
         }
 
     def take_up(self, state: Mapping[str, Any], member: Member) -> None:
-        """This worker has taken another one's state. It counts its turns from that one's place on."""
-        run = self._run
+        """This worker has taken another one's state. It counts its turns from that one's place on, or from its own
+        script's, which may have gone further to be where the furthest was."""
+        run, (feed,) = self._run, self._run.prepared.feeds.values()
+        num_turns = max(state["num_turns"], feed.loader.place.epoch)
+        feed.loader.resume_at(Place(num_turns, 0), {})
         self.all_done.take_up(state["counts"])
         self._member, self._before = member, (run.samples, run.steps)
-        iteration = run.prepared.synchronizer.iteration
-        self._roster.take_up(state["word"], iteration, num_turns=state["num_turns"])
+        self._roster.take_up(state["word"], run.prepared.synchronizer.iteration, num_turns=num_turns)
 
     def meet_others(self, synchronizer: Synchronizer, *, facts: Mapping[str, float | str]) -> None:
         """As `meet_others`."""
@@ -121,7 +123,8 @@ class Redealt:
         return self.all_done.for_later(worker, is_first=self._run.context.is_first)
 
     def in_pause(self, worker: WorkerState) -> WorkerState:
-        return worker
+        """Whoever is the first now may not have been so at the end of its script."""
+        return self.all_done.for_later(worker, is_first=self._run.context.is_first)
 
     def go_on_from(self, workers: Sequence[WorkerState], *, iteration: int) -> list[WorkerState]:
         """With any number of workers: each has what all the clients of all workers have kept."""

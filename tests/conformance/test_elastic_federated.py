@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from paceline.elastic import Elastic
 from paceline.errors import UsageError
 from paceline.running.result import Result
 from paceline.strategies.federated.joining import Joining
-from tests.conformance.test_virtual_failures import CLUSTER, FAILING, SPOT, named
+from tests.conformance.test_virtual_failures import CLUSTER, named
 
 SAMPLES, ROUNDS, WORKERS = 96, 6, 4
-CLIENTS = {"clients": 9, "fraction": 0.67, "partition": "linear", "partition.ratio": 3}
+_SOON = replace(CLUSTER, hosts=(replace(CLUSTER.hosts[0], count=8, back_after_s=5.0),))
+FAILING = replace(_SOON, compute=replace(CLUSTER.compute, failures_per_hour=100.0))
+SPOT = replace(_SOON, hosts=(replace(_SOON.hosts[0], preemptions_per_hour=120.0, notice_s=15.0),))
+CLIENTS = {"clients": 9, "fraction": 0.67, "partition": "exponential", "partition.ratio": 3}
 """Six of nine in a round, of 5 to 16 samples, so that one of four workers has two turns at least."""
 
 
@@ -33,7 +37,7 @@ def network(strategy: str) -> nn.Module:
     hides = strategy.startswith("dp-") or "secure" in strategy
     norm = nn.GroupNorm(2, 8) if hides else nn.BatchNorm1d(8)
     layers = {"body": nn.Linear(10, 8), "norm": norm, "act": nn.ReLU(), "head": nn.Linear(8, 4)}
-    return nn.Sequential(layers).double()
+    return nn.Sequential(OrderedDict(layers)).double()
 
 
 def train(
@@ -47,7 +51,7 @@ def train(
         inputs = torch.randn(SAMPLES, 10, generator=generator).double()
         labels = torch.arange(SAMPLES) % 4
         model = network(strategy)
-        loader = DataLoader(TensorDataset(inputs, labels), batch_size=4, shuffle=True)
+        loader = DataLoader(TensorDataset(inputs, labels), batch_size=4, shuffle=True, drop_last=True)
         optimizer = SGD(model.parameters(), lr=0.1, momentum=0.5)
         model, optimizer, loader = worker.prepare(model, optimizer, loader)
 
@@ -117,7 +121,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fed-nova": {},
     "fed-bn": {},
     "fed-rep": {},
-    "fed-buff": {"options": {**CLIENTS, "sampler.at_once": 0.78}},
+    "fed-buff": {"options": {**CLIENTS, "sampler.at_once": 0.4}},
     "dp-fed-avg": {},
 }
 

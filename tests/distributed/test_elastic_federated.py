@@ -17,7 +17,7 @@ from tests.distributed.test_joining import held, joined, meanwhile
 pytestmark = pytest.mark.ray
 ROUNDS = 6
 JOINING = "paceline.strategies.federated.joining:Joining"
-CLIENTS = "clients=9:fraction=0.67:partition=linear:partition.ratio=3"
+CLIENTS = "clients=9:fraction=0.67:partition=exponential:partition.ratio=3"
 """Six of nine in a round, of 5 to 16 samples."""
 GIVEN = ["--epochs", 100, "--decay", 1]
 

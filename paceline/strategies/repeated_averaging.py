@@ -91,7 +91,6 @@ class RepeatedAveraging(GradientAveraging):
                 if repeating.lost is None:
                     self._average()
                     self._choice.look()
-                    self._agree()
                     break
                 self._begin_anew()
             except PeerLost as lost:
@@ -107,7 +106,8 @@ class RepeatedAveraging(GradientAveraging):
     def _agree(self) -> None:
         """Over messages one worker may have the average, and another wait for what the dead was to hand on to it: then
         nobody takes it. All have come to the end of theirs where one has the result of this."""
-        if self._options.algorithm != "auto":
+        is_taken_over = self.repeating.lost is not None
+        if (self._options.algorithm != "auto" or self._exchange.is_coded) and not is_taken_over:
             self._owner.context.collective.all_reduce(torch.zeros(1), op="max").wait()
 
     def _begin_anew(self) -> None:

@@ -5,11 +5,12 @@ import random
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, NamedTuple, TypedDict, final
+from typing import Any, ClassVar, NamedTuple, TypedDict, final
 
+from paceline.membership import Membership
 from paceline.partition import Partition, Replicated
 from paceline.pieces import Piece
 from paceline.seeding import derive
@@ -156,6 +157,10 @@ class Participation:
     is_played: bool = True
     """False: clients are elsewhere, and no turn is played here."""
 
+    def kept_by_all(self) -> "Participation":
+        """As where workers come and go: all of them have what each client keeps, so that any may play it."""
+        return replace(self, is_settled=False)
+
     def at_server(self) -> "Participation":
         """As a server sees it whose clients are elsewhere."""
         return replace(self, is_played=False)
@@ -172,7 +177,8 @@ class Roster:
     Args:
         sizes: each client's samples.
         num_batches: that each client's samples make.
-        rank, size: the worker's, and how many workers there are.
+        rank: the worker's.
+        ranks: those of all workers who play.
     """
 
     def __init__(
@@ -182,22 +188,63 @@ class Roster:
         sizes: Sequence[int],
         num_batches: Sequence[int],
         rank: int,
-        size: int,
+        ranks: Sequence[int],
         seed: int,
     ) -> None:
         self.participation = participation
         self._sizes, self._num_batches = tuple(sizes), tuple(num_batches)
-        self._rank, self._size, self._seed = rank, size, seed
-        self._starts = [0]  # how many turns of this worker come before each round
+        self._rank, self._ranks, self._seed = rank, tuple(ranks), seed
+        self._first, self._starts = 0, [0]  # from that round on: how many turns of this worker come before each
+        self._dealt: tuple[int, dict[int, int]] = (-1, {})  # the last round that was dealt anew, and who plays it
+        self._epoch = 0
         self.of_round = lru_cache(maxsize=2)(self._of_round)
         """This worker's turns of the round of this number, in the order in which it plays them."""
 
     def turn(self, number: int) -> Turn:
-        """This worker's turn of this number, from 0 on, over all rounds."""
+        """This worker's turn of this number, from 0 on, over all rounds; the first that is known for an earlier one,
+        which is over."""
+        number = max(number, self._starts[0])
         while self._starts[-1] <= number:
-            self._starts.append(self._starts[-1] + len(self.of_round(len(self._starts) - 1)))
+            self._reach(self._first + len(self._starts))
         place = bisect_right(self._starts, number) - 1
-        return self.of_round(place)[number - self._starts[place]]
+        return self.of_round(self._first + place)[number - self._starts[place]]
+
+    def _reach(self, number: int) -> int:
+        """How many turns of this worker come before the round of this number."""
+        while self._first + len(self._starts) <= number:
+            last = self._first + len(self._starts) - 1
+            self._starts.append(self._starts[-1] + len(self.of_round(last)))
+        return self._starts[number - self._first]
+
+    def word(self, number: int) -> dict[str, Any]:
+        """Who plays the round of this number, as plain data, and since which epoch of membership."""
+        return {"epoch": self._epoch, "players": list(self.players(number).items())}
+
+    def take_up(self, word: Mapping[str, Any], number: int, *, num_turns: int) -> None:
+        """This worker comes to a round of this number that others play. `num_turns`: those before it, as it counts its
+        own."""
+        self._epoch = word["epoch"]
+        self._begin(number, num_turns, dict(word["players"]))
+
+    def begin_at(self, number: int, *, num_turns: int) -> None:
+        """The run goes on with the round of this number, before which this worker counts so many turns."""
+        self._begin(number, num_turns, self.players(number))
+
+    def deal_anew(self, number: int, membership: Membership, words: Sequence[Mapping[str, Any]]) -> None:
+        """These play from here on. What others had of the round of this number comes after their own turns of it: also
+        what these had played, since it has not counted.
+
+        Args:
+            words: of all of these. Some may have missed how the round was dealt last.
+        """
+        start, players = self._reach(number), dict(max(words, key=lambda word: word["epoch"])["players"])
+        self._ranks, self._epoch = membership.ranks, membership.epoch
+        kept = {client: rank for client, rank in players.items() if rank in self._ranks}
+        self._begin(number, start, {**kept, **self._balanced([client for client in players if client not in kept])})
+
+    def _begin(self, number: int, num_turns: int, players: dict[int, int]) -> None:
+        self._first, self._starts, self._dealt = number, [num_turns], (number, players)
+        self.of_round.cache_clear()
 
     def drawn(self, number: int) -> Counter[int]:
         """How often each client of a round was drawn for it, whoever plays it."""
@@ -218,24 +265,26 @@ class Roster:
     def _of_round(self, number: int) -> tuple[Turn, ...]:
         if not self.participation.is_played:
             return ()
-        players, behind = self.players(number), self.participation.sampler.behind(number, **self._asked)
+        drawn, behind = self.drawn(number), self.participation.sampler.behind(number, **self._asked)
         return tuple(
-            Turn(number, client, self._sizes[client], self._num_batches[client], times, behind.get(client, 0))
-            for client, times in self.drawn(number).items()
-            if players[client] == self._rank
+            Turn(number, client, self._sizes[client], self._num_batches[client], drawn[client], behind.get(client, 0))
+            for client, rank in self.players(number).items()
+            if rank == self._rank
         )
 
     def players(self, number: int) -> dict[int, int]:
-        """The rank that plays each client of a round, in the order in which clients were drawn."""
+        """The rank that plays each client of a round, in the order in which clients were drawn, or dealt anew."""
+        if number == self._dealt[0]:
+            return dict(self._dealt[1])
         drawn = self.drawn(number)
         return self._settled(drawn) if self.participation.is_settled else self._balanced(drawn)
 
-    def _settled(self, clients: Counter[int]) -> dict[int, int]:
-        return {client: client % self._size for client in clients}
+    def _settled(self, clients: Collection[int]) -> dict[int, int]:
+        return {client: self._ranks[client % len(self._ranks)] for client in clients}
 
-    def _balanced(self, clients: Counter[int]) -> dict[int, int]:
+    def _balanced(self, clients: Collection[int]) -> dict[int, int]:
         """The largest first, each to the worker that has least (Graham, 1969)."""
-        workers, players = [(0, rank) for rank in range(self._size)], dict.fromkeys(clients, 0)
+        workers, players = [(0, rank) for rank in self._ranks], dict.fromkeys(clients, 0)
         for client in sorted(clients, key=lambda client: -self._num_batches[client]):
             num_batches, players[client] = workers[0]
             heapq.heapreplace(workers, (num_batches + self._num_batches[client], players[client]))

@@ -66,7 +66,7 @@ class Turns:
         num_batches = [math.ceil(size / work.samples) for size in sizes]
         self._steps = [participation.epochs * size / work.samples for size in sizes]
         self._roster = Roster(
-            participation, sizes=sizes, num_batches=num_batches, rank=0, size=setting.num_workers, seed=_SEED
+            participation, sizes=sizes, num_batches=num_batches, rank=0, ranks=range(setting.num_workers), seed=_SEED
         )
         self._traffic = traffic
         self._setting, self._num_bytes = setting, upload_bytes(traffic, work)

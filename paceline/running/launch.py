@@ -325,15 +325,16 @@ def _require_survivable(
     traits = plan.traits.when_elastic
     if not traits.survives:
         raise UsageError(
-            f"strategy {name_of(plan)} cannot go on without a worker that dies so far; --elastic is for all-reduce "
-            "with algorithm=auto, for local updates (local-sgd, slowmo, diloco, des-loc), for gossip, sgp, relay, "
-            "noloco and ad-psgd, and for ps-bsp, ps-ssp and ps-asp without backup_workers, torn_reads and "
-            "combine=always; all with aggregate=mean"
+            f"strategy {name_of(plan)} cannot go on without a worker that dies so far; --elastic is for all-reduce, "
+            "local updates (local-sgd, slowmo, diloco, des-loc), gossip, sgp, relay, noloco, ad-psgd, and ps-bsp, "
+            "ps-ssp and ps-asp without backup_workers, torn_reads and combine=always; all with aggregate=mean. It is "
+            "for clients (fed-avg, scaffold, fed-buff, ...), too, with any aggregate but one that remembers what each "
+            "has sent"
         )
     elastic.require_each(lambda number: plan.check(num_workers=number))
     if elastic.global_batch == "keep" and (why := _why_not_kept(plan.traits)):
         raise UsageError(f"--global-batch keep: under {name_of(plan)} {why}; use --global-batch grow")
-    if attack:
+    if attack and not traits.num_clients:
         raise UsageError("--attack and --elastic do not go together: hostile workers are known by their number")
 
 
@@ -343,6 +344,8 @@ def _why_not_kept(traits: Traits) -> str:
         return ""
     if traits.outlives_workers:
         return "each gradient is an update of its own, and no global batch is ever complete"
+    if traits.num_clients:
+        return "a round has the samples of its clients, whoever plays them"
     if traits.has_lanes:
         return "each worker takes its own steps, as many as it has batches"
     return "an exchange is of as many local steps of each worker, whoever is there"

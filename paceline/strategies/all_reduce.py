@@ -123,7 +123,7 @@ class AllReduce(Strategy):
         return Traits(
             lock_step=True,
             tells_stop=True,
-            repeats_steps=self.algorithm == "auto" and self.aggregate.streams and not has_servers,
+            repeats_steps=self.aggregate.streams and not has_servers,
             passes_attacks=not has_servers,
             num_servers=self.servers,
             holds_rows=has_servers,

@@ -74,6 +74,8 @@ class Context:
     """The workers that the run began with, by which an elastic one's global batches are as large as they are."""
     recovery: "Recovery | None" = None
     """There, what a synchronizer asks that repeats a step."""
+    redealing: "Redealing | None" = None
+    """There, what a synchronizer asks that ends a round of clients."""
     lane_keeper: LaneKeeper | None = None
     """There, who knows who has which of the data, under strategies whose workers take their own steps."""
     done: Callable[[], Done] | None = None
@@ -117,6 +119,28 @@ class Reunion(Protocol):
     def leave_to_others(self, gone: Mapping[int, Done]) -> None:
         """These workers are gone, and so far their work is in others' models: the rest of their data is for all. To be
         said by each worker, before it asks for data."""
+
+
+class Redealing(Protocol):
+    """What a synchronizer is told in whose rounds clients' turns are dealt anew when workers are gone."""
+
+    last_result: Callable[[], Sequence[Raw]]
+    """The synchronizer's: what the last round that counts has come to, for those that have missed it."""
+
+    @property
+    def has_given(self) -> bool:
+        """Whether this worker has given its state to one who joins, and the round is to end with that one there."""
+
+    @property
+    def trained(self) -> tuple[int, int]:
+        """Samples and batches that this worker has trained on in the round."""
+
+    def commit(self, trained: tuple[int, int]) -> None:
+        """All have the round's result, which is of so many samples and batches."""
+
+    def regroup(self) -> Context:
+        """Somebody is lost, or comes: the surroundings in which those who are there end the round. Collective call of
+        these. Raises ResultHandedOn where others have the round's result, which this worker is to take up, too."""
 
 
 class Recovery(Protocol):

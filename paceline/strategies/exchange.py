@@ -70,6 +70,11 @@ class Exchange:
             ]
             self._starts = [coded.start for coded in self._coded]
 
+    @property
+    def is_coded(self) -> bool:
+        """Whether values go through a codec, and so by messages from worker to worker."""
+        return bool(self._coded)
+
     def start(self, bucket: int, *, step: int = 0) -> Work:
         """One of a bucket must be over before the next is started."""
         if self._coded:

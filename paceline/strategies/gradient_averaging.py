@@ -224,12 +224,16 @@ class GradientAveraging:
                 self._culprit = (rank, self._buckets.name_at(bucket, work.nonfinite.element))
             is_any_nonfinite = is_any_nonfinite or is_nonfinite or self._culprit is not None
             self._stop = self._stop or stop
+        self._agree()
         self.is_nonfinite = is_any_nonfinite and matters
         # What is not finite is applied by nobody, or was asked for; kept, it would come again in every later step.
         self._exchange.settle(is_applied=not is_any_nonfinite)
         self._works.clear()
         self._rows.average(owner.context.collective, weight=self.weight)
         self.is_exchanged = True
+
+    def _agree(self) -> None:
+        """This worker has all averages, and nothing follows from them yet."""
 
     def _raise_disagreement(self) -> NoReturn:
         """Name the ranks whose exchanges met out of turn. Collective call."""

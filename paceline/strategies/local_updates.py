@@ -330,7 +330,8 @@ class _LocalSynchronizer(Synchronizer):
         as they were; what changes is how much they count.
 
         With a delay a worker may have given its part, and die before it comes here. So all say that they have come:
-        otherwise what it had of the data would count, though it has not trained on all of that.
+        otherwise what it had of the data would count, though it has not trained on all of that. So do they where
+        changes go through a codec, by messages, of which one worker may have all and another lack a dead one's.
         """
         self._is_apart = self._is_apart or recovery.has_given
         while True:
@@ -339,7 +340,7 @@ class _LocalSynchronizer(Synchronizer):
                     self.rejoin(recovery.regroup())
                 self._start(due)
                 culprits = self._wait(due, ended=ended)
-                if self._strategy.delay:
+                if self._strategy.delay or self._outer.is_coded:
                     self.context.collective.all_reduce(torch.zeros(1), op="max").wait()
                 break
             except PeerLost:

@@ -169,6 +169,11 @@ class OuterModel:
         return self._not_finite(fragment) if self._is_coded else None
 
     @property
+    def is_coded(self) -> bool:
+        """Whether changes go through a codec, and so by messages from worker to worker."""
+        return self._is_coded
+
+    @property
     def owes(self) -> bool:
         """As `Synchronizer.owes`, of changes."""
         return self._exchange.owes

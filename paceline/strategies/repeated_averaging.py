@@ -103,6 +103,13 @@ class RepeatedAveraging(GradientAveraging):
             repeating.keep_result(self._buckets)
         self.is_nonfinite = repeating.commit(self._buckets, is_nonfinite=self.is_nonfinite)
 
+    def _agree(self) -> None:
+        """Over messages one worker may have the average, and another wait for what the dead was to hand on to it: then
+        nobody takes it. All have come to the end of theirs where one has the result of this."""
+        is_taken_over = self.repeating.lost is not None
+        if (self._options.algorithm != "auto" or self._exchange.is_coded) and not is_taken_over:
+            self._owner.context.collective.all_reduce(torch.zeros(1), op="max").wait()
+
     def _begin_anew(self) -> None:
         """Average anew among those who are left, with this worker's own gradients."""
         recovery = self.repeating.recovery

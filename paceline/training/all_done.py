@@ -19,9 +19,12 @@ class AllDone:
 
     def add(self, deals: Iterable[Deal]) -> None:
         """All parts of these are done."""
-        samples, batches = self.now
         parts = [part for deal in deals for part in deal.parts]
-        self.now = samples + sum(map(len, parts)), batches + sum(map(bool, parts))
+        self.count(sum(map(len, parts)), sum(map(bool, parts)))
+
+    def count(self, samples: int, batches: int) -> None:
+        """So many more are done."""
+        self.now = self.now[0] + samples, self.now[1] + batches
 
     def complete(self) -> None:
         """An update has all its samples."""

@@ -63,10 +63,10 @@ class Batches:
         """
         context, seed = self._run.context, self._run.config.seed
         index = list(given.loaders).index(name)
-        size = context.num_at_start or context.size
+        size, participation = context.num_at_start or context.size, self._participation()
         sharded = ShardedLoader(
             given.loaders[name],
-            rank=context.rank if context.rank < size else 0,
+            rank=context.rank if context.rank < size or participation is not None else 0,
             size=size,
             seed=derive(seed, "data", index) if index else seed,
             on_return=partial(self._on_return, name),
@@ -78,7 +78,8 @@ class Batches:
             should_stop=lambda: self._course.is_over,
             gather=context.collective.all_gather_object,
             takes_equal_steps=self._run.traits.takes_equal_steps,
-            participation=self._participation(),
+            participation=participation,
+            players=context.membership.ranks if self._survivor is not None else None,
             dealing=self._survivor.deals if self._survivor is not None else None,
             is_kept=self._run.reporter.keeps_files,
         )
@@ -91,6 +92,8 @@ class Batches:
         found, context = self._run.strategy.participation(), self._run.context
         if found is None:
             return None
+        if self._survivor is not None:
+            return found.kept_by_all()
         here = found.at_client() if context.server is not None else found
         return here.at_server() if context.clients is not None else here
 
@@ -160,7 +163,7 @@ class Batches:
         feeds = self._run.prepared.feeds
         if len(feeds) > 1:
             require_even(name, part.weight == 1.0)
-        if self._survivor is not None:
+        if self._survivor is not None and self._run.context.roster is None:
             self._survivor.give(place)
         self._lone_samples.expect(name, place, num_samples=part.num_samples)
         self.num_samples = part.num_samples

@@ -138,6 +138,8 @@ class Course:
                     self._meet(is_done=False)
             if self._run.has_ended or outcome.admitted or not waits:
                 break
+            if self._run.context.roster is not None and not self.has_finished:  # its script may have no turn for long
+                self.come_or_leave()
             pause_at = self._cadence.next_pause
             with self._pausing():
                 outcome = self._run.prepared.synchronizer.wait_for_admission(pause_at=pause_at)
@@ -242,8 +244,11 @@ class Course:
         """Another client's turn begins; the one before is over, also if the script has left it early."""
         self.record_late(iteration=self.end_turn())
         self.settle()
-        if not self._run.has_ended:
-            self._run.prepared.synchronizer.begin_turn()
+        if self._run.has_ended:
+            return
+        if self._survivor is not None:  # the model is the server's
+            self._survivor.give(next(iter(self._run.prepared.feeds.values())).place)
+        self._run.prepared.synchronizer.begin_turn()
 
     def end_turn(self) -> int:
         """The client whose turn it is, if there is one, gives what it has; returns the iteration after that."""
@@ -254,6 +259,8 @@ class Course:
 
     def _end_round(self, place: str) -> None:
         """The client's turn that is under way is over, and with it the round."""
+        if self._survivor is not None:
+            self._survivor.require_between_rounds(place)
         self.record_late(iteration=self.end_turn())
         self._run.prepared.synchronizer.require_between_rounds(place)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
 from paceline.checkpoint import WorkerState
 from paceline.elastic import Deal, Elastic, Member
-from paceline.errors import PeerLost, UsageError
+from paceline.errors import UsageError
 from paceline.messages import Raw
 from paceline.strategies.base import Context, Synchronizer
 from paceline.strategies.regrouping import Regrouping
@@ -18,7 +18,7 @@ from paceline.training.joining import Giving, States
 from paceline.training.sharding import Place
 from paceline.training.sharding.dealt import Dealt
 from paceline.training.sharding.orders import Orders
-from paceline.training.surviving import repeated
+from paceline.training.surviving import meet_others, regrouped, repeated, require_one_of_each
 from paceline.training.worker_run import WorkerRun
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ class Survivor:
 
     def attach(self, given: Given, handouts: "Handouts | EachHandouts") -> None:
         """Look at what the script has prepared, and whose batches are committed."""
-        if len(given.optimizers) != 1 or len(given.loaders) != 1:
-            raise UsageError("--elastic takes one optimizer and one loader so far; leave --elastic out for several")
+        require_one_of_each(given)
         self._handouts = cast("Handouts", handouts)  # of one loader
         if self._elastic.global_batch == "keep":
             script_schedulers.hold_back(given.extra, self._run)
@@ -144,7 +143,8 @@ class Survivor:
         return replace(worker, stream=self._dealt.state_for_later())
 
     def in_pause(self, worker: WorkerState) -> WorkerState:
-        return worker
+        """Whoever is the first now may not have been so at the end of its script."""
+        return self.all_done.for_later(worker, is_first=self._run.context.is_first)
 
     def go_on_from(self, workers: Sequence[WorkerState], *, iteration: int) -> list[WorkerState]:
         return self.all_done.go_on_from(workers, size=self._run.context.size, iteration=iteration)
@@ -157,14 +157,8 @@ class Survivor:
         self._dealt.take_up(state["data"], member.membership)
 
     def meet_others(self, synchronizer: Synchronizer, *, facts: Mapping[str, float | str]) -> None:
-        """Enter the next epoch. Raises StaleEpoch where the others have gone on without this worker."""
-        while True:
-            try:
-                synchronizer.rejoin(self.regroup(), facts=facts)
-                break
-            except PeerLost:
-                pass
-        synchronizer.enter()
+        """As `meet_others`."""
+        meet_others(synchronizer, self.regroup, facts=facts)
 
     def share_script(self) -> None:
         """Whoever lacks it takes up what the first worker's script has moved on. Collective call in a pause."""
@@ -212,21 +206,14 @@ class Survivor:
     def regroup(self) -> Context:
         run, before = self._run, self._member.membership.ranks
         run.awaits_others = False
-        self._member, collective, local_rank, local_size = self._reform(self._with_what_is_given(), self.last_result)
+        self._member = regrouped(run, self._with_what_is_given(), self.last_result)
         self._dealt.resize(self._member.membership)
         if set(self._member.membership.ranks) - set(before):
             self.on_joined()
         if not self._is_stepwise:  # the oldest has been dealt all that is under way
-            data = collective.broadcast_object(self._dealt.state())
+            data = run.context.collective.broadcast_object(self._dealt.state())
             if self._lacks_deals:
                 self._dealt.take_up(data, self._member.membership)
-        run.context = replace(
-            run.context,
-            membership=self._member.membership,
-            collective=collective,
-            local_rank=local_rank,
-            local_size=local_size,
-        )
         return run.context
 
     # --- where all workers meet -------------------------------------------------------------------------------

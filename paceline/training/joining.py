@@ -19,6 +19,7 @@ from paceline.training.worker_run import WorkerRun
 if TYPE_CHECKING:
     from paceline.training.elastic import Survivor
     from paceline.training.pauses import Pauses
+    from paceline.training.redealt import Redealt
 
 
 @final
@@ -74,7 +75,7 @@ class States:
     def __init__(
         self,
         run: WorkerRun,
-        survivor: "Survivor",
+        survivor: "Survivor | Redealt",
         pauses: "Pauses",
         checkpoints: Checkpoints,
         *,

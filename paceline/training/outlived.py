@@ -18,7 +18,7 @@ from paceline.training.given import Given
 from paceline.training.sharding import Place
 from paceline.training.sharding.lane import LaneData, Reached
 from paceline.training.sharding.orders import Orders
-from paceline.training.surviving import repeated
+from paceline.training.surviving import regrouped, repeated, require_one_of_each
 from paceline.training.worker_run import WorkerRun
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ class Outlived:
         return run.samples + samples, run.steps + steps
 
     def attach(self, given: Given, handouts: "Handouts | EachHandouts") -> None:
-        if len(given.optimizers) != 1 or len(given.loaders) != 1:
-            raise UsageError("--elastic takes one optimizer and one loader so far; leave --elastic out for several")
+        require_one_of_each(given)
 
     def deals(self, orders: Orders) -> LaneData:
         context = self._run.context
@@ -174,12 +173,8 @@ class Outlived:
         """Wait for all who are left, however many steps these have to go until here."""
         run = self._run
         run.awaits_others = True
-        self._member, collective, local_rank, local_size = self._reform(self._member, tuple)
+        self._member = regrouped(run, self._member, tuple)
         run.awaits_others, self._is_whole = False, True
-        membership = self._member.membership
-        run.context = replace(
-            run.context, membership=membership, collective=collective, local_rank=local_rank, local_size=local_size
-        )
         return run.context
 
 

@@ -48,6 +48,7 @@ from paceline.training.handover import Handover
 from paceline.training.joining import States
 from paceline.training.outlived import Outlived
 from paceline.training.pauses import Pauses
+from paceline.training.redealt import Redealt
 from paceline.training.same_gradients import SameGradients
 from paceline.training.sharding import DIFFERS, ShardedLoader, UnpreparedLoaders
 from paceline.training.steps import Steps
@@ -100,6 +101,7 @@ class Session:
         outlived: Outlived | None = None
         whole: WholeBatches | None = None
         anew: Anew | None = None
+        redealt: Redealt | None = None
         if config.elastic is not None and context.reform is not None and traits.outlives_workers:
             self._survivor = outlived = Outlived(self.run)
             self.run.context = replace(self.run.context, done=outlived.done)
@@ -109,6 +111,9 @@ class Session:
         elif config.elastic is not None and context.reform is not None and traits.meets_anew:
             self._survivor = anew = Anew(self.run)
             self.run.context = replace(self.run.context, done=anew.done, reunion=anew)
+        elif config.elastic is not None and context.reform is not None and traits.num_clients:
+            self._survivor = redealt = Redealt(self.run)
+            self.run.context = replace(self.run.context, redealing=redealt)
         elif config.elastic is not None and context.reform is not None:
             self._survivor = repeating = Survivor(self.run, config.elastic)
             self.run.context = replace(self.run.context, recovery=repeating)
@@ -118,6 +123,8 @@ class Session:
         if repeating is not None:
             repeating.states = States(self.run, repeating, self.pauses, self._checkpoints, on_taken=self._take_up)
             repeating.on_joined = self.pauses.compare_soon
+        if redealt is not None:
+            redealt.states = States(self.run, redealt, self.pauses, self._checkpoints, on_taken=self._take_up)
         if anew is not None:
             anew.states = OwnStates(self.run, self.pauses, self._checkpoints, on_taken=self._take_up)
         if outlived is not None:

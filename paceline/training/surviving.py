@@ -1,15 +1,19 @@
 """What a worker's run asks where others come, leave and die, whatever its strategy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paceline.checkpoint import WorkerState
-from paceline.errors import PeerLost
-from paceline.strategies.base import Synchronizer
+from paceline.elastic import Member
+from paceline.errors import PeerLost, UsageError
+from paceline.messages import Raw
+from paceline.strategies.base import Context, Synchronizer
 from paceline.training.given import Given
 from paceline.training.sharding import Place
 from paceline.training.sharding.orders import Orders
 from paceline.training.sharding.part import Source
+from paceline.training.worker_run import WorkerRun
 
 if TYPE_CHECKING:
     from paceline.training.feeds import EachHandouts
@@ -69,6 +73,46 @@ class Surviving(Protocol):
             part: has all wait until each has all of the meeting. If somebody dies in that, some may have gone on; then
                 all do.
         """
+
+
+def require_one_of_each(given: Given) -> None:
+    """Raises UsageError for several optimizers or loaders."""
+    if len(given.optimizers) != 1 or len(given.loaders) != 1:
+        raise UsageError("--elastic takes one optimizer and one loader so far; leave --elastic out for several")
+
+
+def regrouped(run: WorkerRun, member: Member, last_result: Callable[[], Sequence[Raw]]) -> Member:
+    """This worker, when it goes on with those who are there, whom the run's context then has. Collective call of these.
+    Raises ResultHandedOn as `Regrouping`."""
+    assert run.context.reform is not None
+    member, collective, local_rank, local_size = run.context.reform(member, last_result)
+    run.context = replace(
+        run.context,
+        membership=member.membership,
+        collective=collective,
+        local_rank=local_rank,
+        local_size=local_size,
+    )
+    return member
+
+
+def meet_others(
+    synchronizer: Synchronizer, regroup: Callable[[], Context], *, facts: Mapping[str, float | str]
+) -> None:
+    """This worker, which has taken a state, enters the next epoch. Raises StaleEpoch where the others have gone on
+    without it.
+
+    Args:
+        regroup: as `Recovery.regroup`.
+        facts: the others'.
+    """
+    while True:
+        try:
+            synchronizer.rejoin(regroup(), facts=facts)
+            break
+        except PeerLost:
+            pass
+    synchronizer.enter()
 
 
 def repeated(

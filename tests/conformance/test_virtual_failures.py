@@ -126,6 +126,15 @@ def test_workers_die_with_their_hosts_and_others_take_their_place(tmp_path: Path
     assert none["cost"] == pytest.approx(none["worker_s"]), "each host costs one a second"
 
 
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "halving-doubling", "all-to-all"])
+@pytest.mark.parametrize("cluster", [FAILING, SPOT], ids=["failing", "with notice"])
+def test_named_algorithms_outlive_hosts(tmp_path: Path, algorithm: str, cluster: Cluster) -> None:
+    undisturbed = train(tmp_path / "undisturbed")
+    result = train(tmp_path / "run", strategy=f"all-reduce:algorithm={algorithm}", cluster=cluster)
+    assert len(named(result, "lost" if cluster is FAILING else "left")) > 1
+    require_same_model(result, undisturbed)
+
+
 def test_a_run_that_too_many_leave_has_failed(tmp_path: Path) -> None:
     """What they leave undone would be nobody's."""
     with pytest.raises(RunFailed, match="2 workers are left, and --elastic asks for 3 or more"):

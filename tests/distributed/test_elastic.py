@@ -150,6 +150,31 @@ def test_workers_die_whose_gradients_are_coded(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ring", "tree"])
+def test_workers_die_between_the_messages_of_an_average(tmp_path: Path, ray_here: None, algorithm: str) -> None:
+    """One has handed on a part to some, and not to others: either all take the average, or nobody does."""
+    sends = "paceline.comm.shared_memory.collective:SharedMemoryCollective.send_bytes"
+    given = ["--fail", "1:3:kill", "--fail-at", f"3:26:{sends}", "--fail-at", f"0:41:{sends}"]
+    out = trained(tmp_path, *given, workers=4, strategy=f"all-reduce:algorithm={algorithm}", elastic="1:4")
+    assert sorted(event["who"] for event in of(out, "lost")) == ["worker-0", "worker-1", "worker-3"]
+    require_each_sample_once(out)
+    require_same_model(out, undisturbed(workers=4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "number"), [("all-reduce", 16), ("local-sgd:every=2", 8)])
+def test_a_worker_dies_between_the_messages_of_a_coded_exchange(
+    tmp_path: Path, ray_here: None, strategy: str, number: int
+) -> None:
+    """It has sent the last ones of an exchange to one, and not to the other, which has no mean then."""
+    sends = f"2:{number}:paceline.comm.shared_memory.collective:SharedMemoryCollective.send_bytes"
+    options = ":codec=top-k:codec.ratio=0.5:codec_scope=all"
+    out = trained(tmp_path, "--fail-at", sends, strategy=f"{strategy}{options}", elastic="1:3")
+    assert [event["who"] for event in of(out, "lost")] == ["worker-2"]
+    assert of(out, "reformed")[-1]["details"]["ranks"] == [0, 1]
+
+
+@pytest.mark.slow
 def test_the_one_who_evaluates_dies_in_it(tmp_path: Path, ray_here: None) -> None:
     out = trained(tmp_path, "--fail-in-evaluation", 0, elastic="1:3", eval_every=4)
     assert [event["who"] for event in of(out, "lost")] == ["worker-0"]

@@ -15,6 +15,7 @@ from paceline.comm.base import Collective
 from paceline.membership import Membership
 from paceline.roster import Roster
 from paceline.strategies.base import Context, Strategy, Synchronizer
+from paceline.strategies.context import Redealing
 from paceline.strategies.hostility import under_attack
 from paceline.strategies.replica import describe
 from tests.unit.virtual_world import VirtualWorld
@@ -45,13 +46,16 @@ class Player:
         attacks: Sequence[str] = (),
         momentum: float = 0.0,
         told: list[Mapping[str, Any]] | None = None,
+        redealing: Redealing | None = None,
     ) -> None:
         participation = strategy.participation()
         assert participation is not None
+        if redealing is not None:
+            participation = participation.kept_by_all()
         rank, size = collective.rank, collective.size
         num_steps = [steps for _, _, steps in clients]
         self._roster = Roster(
-            participation, sizes=sizes or num_steps, num_batches=num_steps, rank=rank, size=size, seed=0
+            participation, sizes=sizes or num_steps, num_batches=num_steps, rank=rank, ranks=range(size), seed=0
         )
         self.model = Quadratic()
         self._optimizer: Optimizer = SGD(self.model.parameters(), lr=0.1, momentum=momentum)
@@ -62,6 +66,7 @@ class Player:
             events, is_first = told, rank == 0
             tell = lambda name, details: events.append({"name": name, **details}) if is_first else None  # noqa: E731
             context = replace(context, evaluate=held_out, tell=tell)
+        self.context = context = replace(context, redealing=redealing)
         self.synchronizer: Synchronizer = strategy.bind(context, describe(self.model, self._optimizer))
         self._clients, self._number = clients, 0
 

@@ -227,7 +227,12 @@ def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
         ({"strategy": "ps-asp:torn_reads=true"}, "ps-asp without backup_workers, torn_reads"),
         ({"strategy": "ps-asp", "global_batch": "keep"}, "each gradient is an update of its own"),
         ({"strategy": "ps-ssp", "global_batch": "keep"}, "no global batch is ever complete; use --global-batch grow"),
-        ({"strategy": "all-reduce:algorithm=ring"}, "is for all-reduce with algorithm=auto, for local updates"),
+        (
+            {"strategy": "all-reduce:aggregate=median"},
+            "is for all-reduce, local updates .*; all with aggregate=mean",
+        ),
+        ({"strategy": "fed-avg:aggregate=fools-gold"}, "with any aggregate but one that remembers"),
+        ({"strategy": "fed-avg", "global_batch": "keep"}, "a round has the samples of its clients, whoever plays them"),
         (
             {"strategy": "ad-psgd", "elastic": "2:4"},
             "may come to have 3 workers, for which .* who ask and those who answer",
@@ -237,7 +242,7 @@ def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
             "may come to have 3 workers, for which .*: a hypercube has a power of two .* exponential takes any number",
         ),
         ({"strategy": "gossip", "global_batch": "keep"}, "as many local steps of each worker"),
-        ({"strategy": "local-sgd:aggregate=median"}, "for local updates .*; all with aggregate=mean"),
+        ({"strategy": "local-sgd:aggregate=median"}, "local updates .*; all with aggregate=mean"),
         (
             {"strategy": "local-sgd", "global_batch": "keep"},
             "as many local steps of each worker.* use --global-batch grow",

@@ -95,7 +95,7 @@ def bound(
     assert participation is not None
     here = participation.at_client() if server is not None else participation.at_server()
     sizes = [4] * here.num_clients
-    roster = Roster(here, sizes=sizes, num_batches=sizes, rank=0, size=1, seed=0)
+    roster = Roster(here, sizes=sizes, num_batches=sizes, rank=0, ranks=[0], seed=0)
     model = Model()
     optimizer = SGD(model.parameters(), lr=0.1)
     context = Context(

@@ -60,7 +60,7 @@ def guard(privacy: Privacy, *, clients: int = 100, fraction: float = 0.4) -> Gua
     participation = build("dp-fed-avg", {"clients": clients, "fraction": fraction}).participation()
     assert participation is not None
     sizes = (1,) * clients
-    return Guard(privacy, Roster(participation, sizes=sizes, num_batches=sizes, rank=0, size=1, seed=0), seed=0)
+    return Guard(privacy, Roster(participation, sizes=sizes, num_batches=sizes, rank=0, ranks=[0], seed=0), seed=0)
 
 
 def test_noise_has_its_deviation() -> None:

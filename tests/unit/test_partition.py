@@ -114,7 +114,8 @@ def rosters(sampler: Sampler, size: int, *, is_settled: bool = False, fraction: 
     participation = Participation(
         num_clients=30, fraction=fraction, partition=IID(), sampler=sampler, epochs=1, is_settled=is_settled
     )
-    return [Roster(participation, sizes=SIZES, num_batches=SIZES, rank=rank, size=size, seed=3) for rank in range(size)]
+    ranks = range(size)
+    return [Roster(participation, sizes=SIZES, num_batches=SIZES, rank=rank, ranks=ranks, seed=3) for rank in ranks]
 
 
 @pytest.mark.parametrize("is_settled", [False, True])

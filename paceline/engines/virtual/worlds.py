@@ -165,7 +165,13 @@ class Worlds:
             reform=reform,
             lane_keeper=reform,
             num_at_start=self._job.num_at_start or self._job.num_workers,
-            pacing=self._pace(rank, process, num_sharing=len(beside), before_step=before_step),
+            pacing=self._pace(
+                rank,
+                process,
+                num_sharing=len(beside),
+                before_step=before_step,
+                first_host=lambda: self.host_of[roll.living[0] if roll.living else rank],
+            ),
         )
         return self._world(context, joins=joins)
 
@@ -220,9 +226,18 @@ class Worlds:
             return None
         return Effort(self._thread(host), self._job.cluster.communication.request_core_us * _US / 2)
 
-    def _pace(self, rank: int, process: Process, *, num_sharing: int, before_step: Callable[[], None]) -> Pace:
+    def _pace(
+        self,
+        rank: int,
+        process: Process,
+        *,
+        num_sharing: int,
+        before_step: Callable[[], None],
+        first_host: Callable[[], int] | None = None,
+    ) -> Pace:
+        """`first_host`: the first worker's, where that may be another one."""
         cluster, number = self._job.cluster, self.host_of[rank]
-        host = self._hosts[number]
+        host, server = self._hosts[number], first_host or (lambda: self.places.workers[0])
         if self._cores and not host.devices:
             num_sharing = 1  # others keep the core busy
             process.lead = Lead(process.timeline, self._thread(number))
@@ -232,7 +247,7 @@ class Worlds:
             self._costs.setdefault(rank, StepCost(cluster, host, num_sharing=num_sharing, beside=self._costs.get(0))),
             compute=cluster.compute,
             before_step=before_step,
-            send=lambda num_bytes, arrive: self._messages.send(number, self.places.workers[0], num_bytes, arrive),
+            send=lambda num_bytes, arrive: self._messages.send(number, server(), num_bytes, arrive),
         )
 
     def _collective(self, rank: int, process: Process) -> Collective:

@@ -6,10 +6,11 @@ from typing import final
 import torch
 from torch import Tensor
 
+from paceline.comm.base import Collective
 from paceline.correction import Control
 from paceline.server.state import export_state, import_state
 from paceline.strategies.federated.kept import Kept
-from paceline.strategies.own_state import OwnState
+from paceline.strategies.own_state import Fate, OwnState
 from paceline.strategies.replica import Replica, named_parameters_of
 
 _CLIENT, _INITIAL = "client.", "initial."
@@ -24,17 +25,25 @@ class Clients:
         private: names of the parameters and buffers that are each client's own.
         shared_controls: the server's; none where clients have no controls.
         keeps_optimizer: whether a client goes on with its optimizer's state, rather than with a fresh one.
+        by_all: every worker keeps what all clients do, once a round counts, so that it outlives the one that played.
     """
 
     def __init__(
-        self, replica: Replica, *, private: frozenset[str], shared_controls: Sequence[Tensor], keeps_optimizer: bool
+        self,
+        replica: Replica,
+        *,
+        private: frozenset[str],
+        shared_controls: Sequence[Tensor],
+        keeps_optimizer: bool,
+        by_all: bool = False,
     ) -> None:
         self._replica, self._shared_controls = replica, shared_controls
         self._names = private
         self._initial = {name: tensor.clone() for name, tensor in self.private.items()}
         self._fresh = export_state(replica.optimizer, replica.parameters)
         self._keeps_optimizer = keeps_optimizer
-        self._kept = Kept()
+        self._kept, self._by_all = Kept(), by_all
+        self._of_round: dict[int, dict[str, Tensor]] = {}  # there, what this worker's clients are to keep of it
 
     @property
     def private(self) -> dict[str, Tensor]:
@@ -71,14 +80,29 @@ class Clients:
         if self._keeps_optimizer:
             state = export_state(self._replica.optimizer, self._replica.parameters)
             kept |= {_OPTIMIZER + name: tensor for name, tensor in state.items()}
-        if kept:
+        if kept and self._by_all:
+            self._of_round[client] = {name: tensor.detach().clone() for name, tensor in kept.items()}
+        elif kept:
             self._kept.put(client, kept)
 
+    def gathered(self, collective: Collective) -> dict[int, dict[str, Tensor]]:
+        """What all workers' clients are to keep of the round. Collective call."""
+        everyone = collective.all_gather_object(self._of_round)
+        return {client: kept for own in everyone for client, kept in own.items()}
+
+    def end_round(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """The round counts, and its clients keep this."""
+        for client, tensors in kept.items():
+            self._kept.put(client, tensors)
+        self._of_round = {}
+
     def own_state(self) -> dict[str, OwnState]:
-        """What a checkpoint holds of this worker's clients; how private layers begin is the same on all workers."""
+        """What a checkpoint holds of those clients that this worker keeps anything of; how private layers begin is the
+        same on all workers."""
         initial = {_INITIAL + name: OwnState(tensor, "same") for name, tensor in self._initial.items()}
+        fate: Fate = "same" if self._by_all else "reset"
         return initial | {
-            f"{_CLIENT}{client}.{name}": OwnState(tensor)
+            f"{_CLIENT}{client}.{name}": OwnState(tensor, fate)
             for client in self._kept
             for name, tensor in self._kept[client].items()
         }

@@ -18,8 +18,8 @@ from paceline.strategies.federated.rejecting import Rejecting
 from paceline.strategies.federated.remembering import Memory
 from paceline.strategies.federated.secured import Masks, SecureSum, flat
 
-_TALLY = TensorSpec("tally", (3,), torch.float64)
-"""The sum of weights, how many contributions there are, and how many workers leave."""
+_TALLY = TensorSpec("tally", (5,), torch.float64)
+"""The sum of weights, how many contributions there are, how many workers leave, and samples and batches of all."""
 
 
 class Joined(NamedTuple):
@@ -30,6 +30,8 @@ class Joined(NamedTuple):
     num_contributions: int
     is_last: bool
     """A worker leaves, so that there is no further round."""
+    trained: tuple[int, int] = (0, 0)
+    """Samples and batches that all workers have said."""
 
 
 @final
@@ -59,59 +61,71 @@ class Joining:
         masks: Masks | None = None,
         rejecting: Rejecting | None = None,
     ) -> None:
-        self._collective: Collective = context.collective
         self._aggregator, self._specs, self._num_changes = aggregator, specs, num_changes
         self._corrupt, self._rejecting = context.corrupt_clients, rejecting
         if masks is not None and self._corrupt is not None:
             raise UsageError("hostile clients go by what honest ones send, which secure=masks hides; leave one out")
         self.memory = Memory(context.collective) if aggregator.remembers else None
         """What clients have sent so far, if the aggregator looks at it."""
+        self._masks = masks
         self._secure: SumOfClients | None = None
-        if masks is not None:
-            num_elements = sum(math.prod(spec.shape) for spec in specs[:num_changes])
-            here = SecureSum(masks, context.collective, num_elements=num_elements, seed=context.seed)
-            self._secure = context.clients or here
-        needs_each = self._corrupt is not None or self._secure is not None or rejecting is not None
+        needs_each = self._corrupt is not None or masks is not None or rejecting is not None
         self._keeps_sum = aggregator.streams and not needs_each
-        layout = by_group([*specs, _TALLY])
-        buffer = allocated(context, layout.num_bytes)
-        *self._sums, self._tally = layout.views(buffer)
-        flats = [segment.view(buffer) for segment in layout.segments]
+        self._layout = by_group([*specs, _TALLY])
+        self._held: list[Contribution] = []
+        self.join_among(context)
+        # Where a round may have to be ended anew, this worker's part outlives the exchange.
+        self._own_buffer = self._buffer if context.redealing is None else torch.zeros_like(self._buffer)
+        *self._own_sums, self._own_tally = self._layout.views(self._own_buffer)
+        self.clear()
+
+    def join_among(self, context: Context) -> None:
+        """Contributions are joined with these from here on. Collective call."""
+        self._collective: Collective = context.collective
+        self._buffer = allocated(context, self._layout.num_bytes)
+        *self._sums, self._tally = self._layout.views(self._buffer)
+        flats = [segment.view(self._buffer) for segment in self._layout.segments]
         summed = flats if self._keeps_sum else [self._tally]
         self._starts = [self._collective.persistent_all_reduce(flat, op="sum") for flat in summed]
-        self._held: list[Contribution] = []
-        self.clear()
+        if self._rejecting is not None:
+            self._rejecting.judge_among(context)
+        if self._masks is not None:
+            num_elements = sum(math.prod(spec.shape) for spec in self._specs[: self._num_changes])
+            here = SecureSum(self._masks, context.collective, num_elements=num_elements, seed=context.seed)
+            self._secure = context.clients or here
 
     def clear(self) -> None:
         """A new round begins."""
-        for total in (*self._sums, self._tally):
-            total.zero_()
+        self._own_buffer.zero_()
         self._held.clear()
 
     def add(self, contribution: Contribution) -> None:
         """One client's; its tensors are this round's to keep."""
         if self._keeps_sum:
-            for total, tensor in zip(self._sums, contribution.gradients, strict=True):
+            for total, tensor in zip(self._own_sums, contribution.gradients, strict=True):
                 total.add_(tensor, alpha=contribution.weight)
         else:
             self._held.append(contribution)
-        self._tally[0] += contribution.weight
-        self._tally[1] += 1
+        self._own_tally[0] += contribution.weight
+        self._own_tally[1] += 1
 
-    def join(self, *, round_number: int, leaves: bool) -> Joined:
+    def join(self, *, round_number: int, leaves: bool, trained: tuple[int, int] = (0, 0)) -> Joined:
         """Over all workers. Collective call.
 
         Args:
             leaves: this worker takes part in no further round.
+            trained: samples and batches, which are added up.
 
         Raises:
             UsageError: the round's contributions cannot be joined so, on all workers.
         """
-        self._tally[2] = float(leaves)
+        self._own_tally[2:] = torch.tensor([leaves, *trained], dtype=torch.float64)
+        if self._own_buffer is not self._buffer:
+            self._buffer.copy_(self._own_buffer)
         for work in [start() for start in self._starts]:
             work.wait()
-        weight, num_contributions, num_leaving = self._tally.tolist()
-        found = Joined(self._sums, int(num_contributions), num_leaving > 0)
+        weight, num_contributions, num_leaving, samples, batches = self._tally.tolist()
+        found = Joined(self._sums, int(num_contributions), num_leaving > 0, (int(samples), int(batches)))
         if self._secure is not None:
             return found._replace(num_contributions=self._sum_under_masks(self._secure, round_number))
         if not num_contributions:

@@ -26,6 +26,10 @@ class Rejecting:
     def __init__(self, validation: Validation, context: Context, model_with: ModelWith) -> None:
         self._validation, self._context, self._model_with = validation, context, model_with
 
+    def judge_among(self, context: Context) -> None:
+        """Others are there now."""
+        self._context = context
+
     def require_judge(self) -> None:
         """Collective call. Raises UsageError, on all workers, where there is no evaluation that gives the metric."""
         self._judged([])

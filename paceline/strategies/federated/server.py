@@ -305,7 +305,12 @@ class ServerModel:
                 self._joining.clear()
                 self._scales.clear()
                 return False, True
-        joined = self._joined(round_number=round_number, leaves=leaves)
+        joined = self.joined(round_number=round_number, leaves=leaves)
+        return self.step_with(joined, round_number=round_number, num_clients=num_clients, num_kept=num_kept)
+
+    @torch.no_grad()
+    def step_with(self, joined: Joined, *, round_number: int, num_clients: int, num_kept: int) -> tuple[bool, bool]:
+        """Step with what the round has come to, and begin another one. As `join`, which says it before."""
         count, gradients, guard = joined.num_contributions, joined.gradients, self._guard
         # A round in which nobody took part looks like another; after the last one there is none.
         steps = count > 0 or (guard is not None and guard.steps_alone and not joined.is_last)
@@ -318,9 +323,12 @@ class ServerModel:
         self._joining.clear()
         return count > 0, joined.is_last
 
-    def _joined(self, *, round_number: int, leaves: bool) -> Joined:
+    @torch.no_grad()
+    def joined(self, *, round_number: int, leaves: bool, trained: tuple[int, int] = (0, 0)) -> Joined:
+        """What the round's clients contributed, over all workers, which changes nothing yet. Collective call. As
+        `Joining.join`."""
         try:
-            joined = self._joining.join(round_number=round_number, leaves=leaves)
+            joined = self._joining.join(round_number=round_number, leaves=leaves, trained=trained)
             if self._clients is not None and joined.num_contributions:
                 if not self._allows_nonfinite and not all(map(is_finite, joined.gradients)):
                     raise UsageError("the sum of what clients changed is too large for numbers of its precision")
@@ -334,6 +342,14 @@ class ServerModel:
             joined = Joined([], 0, leaves)
         self._scales.clear()
         return joined
+
+    def join_among(self, context: Context, *, comes: bool) -> None:
+        """Rounds are joined with these from here on. Collective call. `comes`: this worker does, and its model is the
+        server's."""
+        self._collective = context.collective
+        self._joining.join_among(context)
+        if comes:
+            overwrite([*self.parameters, *self._shared_buffers], [*self.trained, *self._buffers])
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -236,6 +236,7 @@ class Federated(Strategy):
         return Traits(
             lock_step=False,
             unit="round",
+            repeats_steps=not self.aggregate.remembers,
             passes_attacks=True,
             num_clients=self.clients,
             traffic=None if self._untold else (moved,),

@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 
 from paceline.correction import Control, correct
-from paceline.errors import UsageError
+from paceline.errors import PeerLost, UsageError
 from paceline.roster import Roster, Turn
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, StepOutcome, Synchronizer, non_finite
+from paceline.strategies.context import Redealing
 from paceline.strategies.federated.clients import Clients
 from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.private import private_names
 from paceline.strategies.federated.remembering import require_room
+from paceline.strategies.federated.round_result import RoundResult
 from paceline.strategies.federated.server import ServerModel
 from paceline.strategies.federated.uploading import Upload
 from paceline.strategies.finite import checked, may_step
 from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState
+from paceline.strategies.regrouping import ResultHandedOn
 from paceline.strategies.replica import Replica, cannot_evaluate, is_skipped_by_scaler, require_same_parameters
 
 if TYPE_CHECKING:
@@ -91,6 +94,7 @@ class FederatedSynchronizer(Synchronizer):
             private=private,
             shared_controls=self._server.controls,
             keeps_optimizer=strategy.optimizer == "kept",
+            by_all=context.redealing is not None,
         )
         self._upload_bytes = self._server.upload_bytes
         if self._upload is not None:
@@ -101,6 +105,10 @@ class FederatedSynchronizer(Synchronizer):
         self._num_played = 0  # of this round's turns
         self._num_steps = 0
         self._is_over = False
+        self._is_apart = False  # somebody is gone or comes, and those who are there have not met yet
+        self._last: RoundResult | None = None
+        if context.redealing is not None:
+            context.redealing.last_result = lambda: self._last.frames if self._last is not None else ()
 
     def _guarded(self, context: Context, roster: Roster) -> Guard | None:
         """Where clients and server are apart, noise on sums is the server's alone, and a client's own is its own."""
@@ -132,8 +140,9 @@ class FederatedSynchronizer(Synchronizer):
         return self._where()
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
-        """This worker has no client in the round, which it ends at once."""
-        self._join(leaves=False)
+        """This worker has no client in the round, which it ends at once, unless others have left it some."""
+        if not self._to_play():
+            self._join(leaves=False)
         return self._where()
 
     def begin_turn(self) -> None:
@@ -157,8 +166,23 @@ class FederatedSynchronizer(Synchronizer):
 
     def leave(self) -> None:
         """The script ended by itself; the run ends with this round, on all workers."""
-        self.context.collective.set_deadline(None)  # the others may have many steps to go
         self._join(leaves=True)
+
+    @property
+    def owes(self) -> bool:
+        return self._playing is not None or self._num_played > 0
+
+    def enter(self) -> None:
+        """In the round that is under way this worker plays what others have left, if they have left it anything."""
+        if not self._to_play():
+            self._join(leaves=False)
+
+    def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
+        self.context = context
+        words = context.collective.all_gather_object(self._roster.word(self.iteration))
+        self._server.join_among(context, comes=facts is not None)
+        self._roster.deal_anew(self.iteration, context.membership, words)
+        self._is_apart = False
 
     def _to_play(self) -> tuple[Turn, ...]:
         """This worker's turns that are left in the round."""
@@ -231,20 +255,55 @@ class FederatedSynchronizer(Synchronizer):
         return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
 
     def _join(self, *, leaves: bool) -> None:
-        """End the round."""
+        """End the round, unless turns have come to this worker that others have left."""
         num_clients = self._roster.participation.num_clients
-        has_contributed, self._is_over = self._server.join(
-            round_number=self.iteration,
-            num_clients=num_clients,
-            leaves=leaves,
-            num_kept=self.iteration + 1 - self._roster.oldest(self.iteration + 1),
-        )
+        num_kept = self.iteration + 1 - self._roster.oldest(self.iteration + 1)
+        redealing = self.context.redealing
+        if leaves:
+            self.context.collective.set_deadline(None)  # the others may have many steps to go
+        if redealing is None:
+            has_contributed, self._is_over = self._server.join(
+                round_number=self.iteration, num_clients=num_clients, leaves=leaves, num_kept=num_kept
+            )
+        else:
+            result = self._repeated(redealing, leaves=leaves)
+            if result is None:
+                self._server.load()
+                return
+            if not self.context.collective.completes_alike:  # another worker may have missed it
+                self._last = result.copied()
+            redealing.commit(result.joined.trained)
+            self._clients.end_round(result.kept)
+            has_contributed, self._is_over = self._server.step_with(
+                result.joined, round_number=self.iteration, num_clients=num_clients, num_kept=num_kept
+            )
         self._tell_late()
         self._settle()
         self.iteration += has_contributed or not self._is_over
         self._look_at_budget()
         self._num_played = 0
         self._server.load()
+
+    def _repeated(self, redealing: Redealing, *, leaves: bool) -> RoundResult | None:
+        """Exchange what this worker's clients have contributed until nobody dies in it or joins, each time among those
+        who are there. Returns nothing where turns have come to this worker that it has to play before."""
+        self._is_apart = self._is_apart or redealing.has_given
+        while True:
+            try:
+                if self._is_apart:
+                    self.rejoin(redealing.regroup())
+                    if self._to_play() and not leaves:
+                        return None
+                if leaves:
+                    self.context.collective.set_deadline(None)
+                kept = self._clients.gathered(self.context.collective) if self._strategy.keeps_state else {}
+                joined = self._server.joined(round_number=self.iteration, leaves=leaves, trained=redealing.trained)
+                return RoundResult(joined, kept)
+            except PeerLost:
+                self._is_apart = True
+            except ResultHandedOn as handed:  # the others are a round further, and wait for this worker
+                self._is_apart = True
+                return RoundResult.of_frames(handed.frames)
 
     def _tell_late(self) -> None:
         late = self._roster.late(self.iteration)

@@ -26,6 +26,10 @@ _LABELS = ("labels", "targets")
 class ClientBatches:
     """The clients' data, in the script's batches; each pass over a client's samples has an order of its own.
 
+    Args:
+        rank, ranks: this worker's, and those of all who play.
+        are_dealt_anew: turns are, where workers come and go.
+
     Raises:
         UsageError: the data is a stream, the script draws it in a way of its own, or it cannot be divided among the
             clients.
@@ -34,7 +38,14 @@ class ClientBatches:
     is_even = True
 
     def __init__(
-        self, loader: DataLoader[Any], participation: Participation, *, rank: int, size: int, seed: int
+        self,
+        loader: DataLoader[Any],
+        participation: Participation,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        seed: int,
+        are_dealt_anew: bool = False,
     ) -> None:
         sampler = _plain_batch_sampler(loader)
         self._batch_size, self._drop_last = sampler.batch_size, sampler.drop_last
@@ -54,7 +65,8 @@ class ClientBatches:
                 f"client {client} has {sizes[client]} samples, of which no batch of {self._batch_size} is made; use "
                 "fewer clients, a smaller batch size, or drop_last=False"
             )
-        self.roster = Roster(participation, sizes=sizes, num_batches=num_batches, rank=rank, size=size, seed=seed)
+        self.roster = Roster(participation, sizes=sizes, num_batches=num_batches, rank=rank, ranks=ranks, seed=seed)
+        self._dealing = {"dealing": "elastic, of clients"} if are_dealt_anew else {}
         self._epochs, self._seed = participation.epochs, seed
         self._feed = IndexFeed(is_whole=True)
         self._generator = torch.Generator()
@@ -75,6 +87,7 @@ class ClientBatches:
             "batch size": self._batch_size,
             "drop_last": self._drop_last,
             "partition": digest.hexdigest(),
+            **self._dealing,
         }
 
     def parts(self, place: Place) -> Iterator[Part]:
@@ -109,7 +122,7 @@ class NoBatches:
 
     def __init__(self, loader: DataLoader[Any], participation: Participation) -> None:
         self._loader = loader
-        self.roster = Roster(participation, sizes=(), num_batches=(), rank=0, size=1, seed=0)
+        self.roster = Roster(participation, sizes=(), num_batches=(), rank=0, ranks=[0], seed=0)
 
     def __len__(self) -> int:
         return len(self._loader)

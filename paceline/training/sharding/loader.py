@@ -1,6 +1,6 @@
 """The loader that a script gets: its rank's part of the data, epoch after epoch, until the run ends."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, final
 
@@ -45,6 +45,7 @@ class ShardedLoader(StandIn):
         dealing: what deals the samples of map-style data out, where workers may die.
         is_kept: whether checkpoints are to say of what data they are.
         participation: of clients, each pass being over the data of one; none: over this rank's part of all data.
+        players: ranks that play these clients' turns at first, where workers come and go; none: all, for good.
 
     A script's remaining epochs are empty after that, but for passes of map-style data that are none of training (see
     `AfterEnd`); one that loops for ever is ended by `BudgetReached`.
@@ -70,6 +71,7 @@ class ShardedLoader(StandIn):
         gather: Gather = lambda value: [value],
         takes_equal_steps: bool = False,
         participation: Participation | None = None,
+        players: Sequence[int] | None = None,
         dealing: Callable[[Orders], Source] | None = None,
         is_kept: bool = False,
     ) -> None:
@@ -89,18 +91,25 @@ class ShardedLoader(StandIn):
         self._looks: Looks | None = None
         self.roster: Roster | None = None
         """Says whose turn each pass is, where there are clients."""
-        if dealing is not None:
+        if participation is not None and not participation.is_played:
+            self._source = nobody = NoBatches(loader, participation)
+            self.roster = nobody.roster
+        elif participation is not None:
+            self._source = clients = ClientBatches(
+                loader,
+                participation,
+                rank=rank,
+                ranks=range(size) if players is None else players,
+                seed=seed,
+                are_dealt_anew=players is not None,
+            )
+            self.roster = clients.roster
+            self._looks = clients.looks
+        elif dealing is not None:
             if isinstance(loader.dataset, IterableDataset):
                 raise UsageError("--elastic deals samples anew, which streams do not allow; use a map-style data set")
             self._orders = Orders(loader, rank=rank, size=size, seed=seed)
             self._source = dealing(self._orders)
-        elif participation is not None and not participation.is_played:
-            self._source = nobody = NoBatches(loader, participation)
-            self.roster = nobody.roster
-        elif participation is not None:
-            self._source = clients = ClientBatches(loader, participation, rank=rank, size=size, seed=seed)
-            self.roster = clients.roster
-            self._looks = clients.looks
         elif isinstance(loader.dataset, IterableDataset):
             self._source = Stream(
                 loader, rank=rank, size=size, seed=seed, gather=gather, takes_equal_steps=takes_equal_steps

@@ -31,6 +31,7 @@ parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--samples", type=int, default=96)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--optimizer", default="momentum")
+parser.add_argument("--decay", type=float, default=0.98, help="of the rate, a step")
 parser.add_argument("--loaders", type=int, default=0)
 parser.add_argument("--step-s", type=float, default=0.0)
 parser.add_argument("--log", type=Path, required=True, help="a folder for what each worker has trained on")
@@ -100,7 +101,7 @@ if args.tally:
         model.table.lr = 1.0
 data = TensorDataset(torch.arange(args.samples), inputs, labels)
 loader = DataLoader(data, batch_size=args.batch, shuffle=True, num_workers=args.loaders)
-scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0 if args.tally else 0.98)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0 if args.tally else args.decay)
 model, optimizer, loader = worker.prepare(model, optimizer, loader, scheduler=scheduler)
 
 

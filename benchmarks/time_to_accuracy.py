@@ -144,13 +144,14 @@ def conduct(
     )
 
 
-def planned(part: Part, one_steps: float | None) -> Plan:
+def planned(part: Part, rate: str, one_steps: float | None) -> Plan:
     """The noise scale is measured.
 
     Args:
+        rate: at which it is.
         one_steps: of one worker to the target; none where a run of it did not come there.
     """
-    seen = observing.observe(read_script(SCRIPT, part.script), measures_noise=True)
+    seen = observing.observe(read_script(SCRIPT, [*part.script, "--lr", rate]), measures_noise=True)
     cluster = reading.load(str(CLUSTER))
     return plan(cluster, seen.work, max_workers=WORKERS, noise=seen.noise, single_steps=one_steps)
 
@@ -244,7 +245,7 @@ def main() -> None:
     studies = {workers: each(methods, workers=workers) for workers in dict.fromkeys(own for _, own in methods)}
     single = studies[1].frames.trials
     one_steps = float(single["iterations_to_target"].mean()) if single["reached"].all() else None
-    found = planned(part, one_steps)
+    found = planned(part, rates[-1], one_steps)
     pick = pick_of(found)
     if pick not in methods:
         methods.append(pick)

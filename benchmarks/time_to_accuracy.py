@@ -14,7 +14,8 @@ the steps that one worker has taken, is run as well. Planned steps are one worke
 need beside it.
 
 Runs are judged every so many steps of a worker, however many workers there are: who is judged after more steps is told
-later that it is there.
+later that it is there. As in any study the target is reached once two evaluations in a row hold it, at the first: a
+model whose accuracy goes up and down by points is not there by one lucky evaluation.
 """
 
 from __future__ import annotations
@@ -134,7 +135,6 @@ def conduct(
         workers=[workers],
         seeds=seeds,
         target=f"accuracy={part.accuracy}",
-        hold=1,
         tune=() if rate else [f"lr={','.join(rates)}"],
         eval_every=part.eval_every * workers // WORKERS,
         engine="virtual",

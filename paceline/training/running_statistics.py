@@ -10,11 +10,12 @@ section 3.2), statistics are taken anew, of what the mean model makes of batches
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.comm.base import Collective
 from paceline.hooks import OwnHook
@@ -24,6 +25,28 @@ from paceline.training.calls import is_transformed
 NUM_BATCHES = 10
 """Of each worker, and no more than a round has."""
 _Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+
+
+@final
+@dataclass(frozen=True)
+class _Given:
+    """What a model's forward pass was given."""
+
+    inputs: tuple[Any, ...]
+    named: dict[str, Any]
+    versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", self._versions())
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nobody has changed it in place since, such as a model that normalises its own input."""
+        return self._versions() == self.versions
+
+    def _versions(self) -> list[int]:
+        tensors = [each for each in tree_leaves((self.inputs, self.named)) if isinstance(each, Tensor)]
+        return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 @final
@@ -39,7 +62,7 @@ class RunningStatistics:
         self._model, self._rounds = model, rounds
         self._norms = [each for each in model.modules() if isinstance(each, _Norm) and each.running_mean is not None]
         self._trained: list[_Norm] = []  # those that are not frozen
-        self._batches: deque[tuple[tuple[Any, ...], dict[str, Any]]] = deque(maxlen=NUM_BATCHES)
+        self._batches: deque[_Given] = deque(maxlen=NUM_BATCHES)
         self._round = -1
         self._restored: list[Tensor] = []  # those of the global model that this worker goes on from
         self._hook = model.register_forward_pre_hook(OwnHook(self._keep), with_kwargs=True) if self._norms else None
@@ -64,9 +87,9 @@ class RunningStatistics:
         before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         own = set(map(id, self._statistics))
         try:
-            self._see_batches()
+            num_seen = self._see_batches()
             _put_back([(buffer, value) for buffer, value in before if id(buffer) not in own])
-            self._average(collective)
+            self._average(num_seen, collective)
             yield
         finally:
             _put_back(before)
@@ -78,32 +101,37 @@ class RunningStatistics:
             self._batches.clear()
             self._round = now
         self._trained = [norm for norm in self._norms if norm.training]
-        self._batches.append(tree_map_only(Tensor, Tensor.detach, (tuple(inputs), dict(named))))
+        self._batches.append(_Given(*tree_map_only(Tensor, Tensor.detach, (tuple(inputs), dict(named)))))
 
     @torch.no_grad()
-    def _see_batches(self) -> None:
-        """Nothing but batch norm is as in training: statistics are to be of what the evaluated model normalises."""
+    def _see_batches(self) -> int:
+        """Nothing but batch norm is as in training: statistics are to be of what the evaluated model normalises.
+        Returns of how many batches they are."""
+        batches = [batch for batch in self._batches if batch.is_unchanged]
+        # What is on the model's calls, such as a clock, is not to hear of these, and nothing is compiled anew for them.
+        forward = getattr(self._model, "_orig_mod", self._model).forward
         modes = {module: module.training for module in self._model.modules()}
         momenta = {norm: norm.momentum for norm in self._trained}
         self._model.eval()
         try:
-            for norm in self._trained:
+            for norm in self._trained if batches else ():
                 norm.train()
                 norm.reset_running_stats()
                 norm.momentum = None  # all batches count alike
             with preserved_random_state():
-                for inputs, named in self._batches:
-                    self._model.forward(*inputs, **named)  # what is on its calls, such as a clock, is not to hear of it
+                for batch in batches:
+                    forward(*batch.inputs, **batch.named)
         finally:
             for norm, momentum in momenta.items():
                 norm.momentum = momentum
             for module, mode in modes.items():
                 module.training = mode
+        return len(batches)
 
-    def _average(self, collective: Collective) -> None:
+    def _average(self, num_seen: int, collective: Collective) -> None:
         """By how many batches workers have, in double precision: one who has just joined has none."""
         flat = torch.cat([statistic.double().view(-1) for statistic in self._statistics])
-        sums = torch.cat([torch.ones_like(flat[:1]), flat]) * len(self._batches)
+        sums = torch.cat([torch.ones_like(flat[:1]), flat]) * num_seen
         collective.all_reduce(sums, op="sum").wait()
         count = float(sums[0])
         means = (sums[1:] / count).split([each.numel() for each in self._statistics]) if count else self._restored

@@ -170,6 +170,26 @@ def test_workers_count_by_their_batches() -> None:
         pass
 
 
+class Shifting(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.norm(x.sub_(100.0)))
+
+
+def test_a_batch_that_was_changed_in_place_does_not_count() -> None:
+    model = Shifting()
+    statistics = RunningStatistics(model, rounds=lambda: 0)
+    model(torch.arange(10.0).view(5, 2) + 100)
+    before = model.get_buffer("norm.running_mean").clone()
+    with looked_at(statistics):
+        assert torch.equal(model.get_buffer("norm.running_mean"), before)
+
+
 def test_nothing_is_kept_where_there_is_nothing_to_take() -> None:
     plain = nn.Linear(2, 2)
     statistics = RunningStatistics(plain, rounds=lambda: 0)

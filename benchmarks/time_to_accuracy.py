@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 
 import pandas as pd
+import torch
 from report import tell
 from rich.table import Table
 
@@ -239,6 +240,7 @@ def main() -> None:
     parser.add_argument("--hold", type=int, default=1, help="evaluations in a row that reach the target")
     parser.add_argument("--out", type=Path, help="by default studies/low-bandwidth-PART")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # on any machine the same sums, of which a ResNet's steps to a target depend
     part = PARTS[args.part]
     out = args.out or Path("studies") / f"low-bandwidth-{args.part}"
     rates = part.rates if args.rate is None else (args.rate,)

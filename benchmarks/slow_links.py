@@ -22,7 +22,7 @@ from namespaces import Network, network
 from prediction import PACELINE, enlarged, say
 from report import tell
 from rich.table import Table
-from time_to_accuracy import PARTS
+from time_to_accuracy import DDP, PARTS
 
 import paceline
 from paceline.cluster.description import Cluster
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="STRATEGY", help="of those of time_to_accuracy.py")
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
-    strategies = args.only or PARTS["resnet18"].strategies
+    strategies = args.only or (DDP, *PARTS["resnet18"].strategies)
     os.nice(NICENESS)
     with network(HOSTS) as net:
         net.limit(RATE_MBIT)

@@ -1,11 +1,12 @@
 """Which way of saying less gets there first on slow links: time to accuracy, beside DDP's exchange and none at all.
 
     python benchmarks/time_to_accuracy.py
-    python benchmarks/time_to_accuracy.py --part resnet18 --seeds 1 --no-tune
+    python benchmarks/time_to_accuracy.py --part resnet18 --rate 0.02 --only local-sgd:every=50
+    python benchmarks/time_to_accuracy.py --part mnist
 
-Real gradients on CIFAR-10, on 8 simulated hosts of 32 cores, 100 Mbit/s and 100 us apart. Each method has the best of
-two learning rates, found on a seed that is not judged; with --no-tune all have the second. It is a study in `studies`,
-which goes on where it was.
+Real gradients on CIFAR-10 or MNIST, on 8 simulated hosts of 32 cores, 100 Mbit/s and 100 us apart. Each method has the
+better of two learning rates, found on a seed that is not judged; with --rate all have that one. They are studies in
+`studies`, one for each number of workers, which go on where they were.
 
 The ceiling is what DDP's exchange (a ring, float32) would take if it took no time: its steps, with their computing
 alone. The gap that a method closes lies between these two. What the plan picks, by the noise scale that it measures and
@@ -13,19 +14,21 @@ the steps that one worker has taken, is run as well. Planned steps are one worke
 need beside it.
 
 Runs are judged every so many steps of a worker, however many workers there are: who is judged after more steps is told
-later that it is there.
+later that it is there. One evaluation of the target ends a run, be it a lucky one; --hold 2 asks for two in a row, as
+the lab does by itself, and counts the time until the first.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pandas as pd
+import torch
 from report import tell
 from rich.table import Table
 
@@ -41,6 +44,8 @@ from paceline.running.result import Result
 RECIPE = Path(__file__).parents[1] / "recipes" / "low_bandwidth"
 SCRIPT, CLUSTER, WORKERS = RECIPE / "train.py", RECIPE / "hosts-100mbit.toml", 8
 DDP = "ring"
+Method = tuple[str, int]
+"""A strategy, and on how many workers."""
 
 
 @dataclass(frozen=True)
@@ -49,86 +54,106 @@ class Part:
 
     accuracy: float
     arguments: tuple[str, ...]
-    rates: str
     max_steps: int
     """Of each worker."""
     eval_every: int
     """Batches of all `WORKERS` together; fewer workers are judged after as many steps, which have fewer batches."""
-    powersgd: str
-
-    @property
-    def untuned_rate(self) -> str:
-        return self.rates.split(",")[1]
+    strategies: tuple[str, ...]
+    """Of all `WORKERS`, beside DDP's exchange."""
+    fewer: tuple[Method, ...] = ()
+    """What is run on fewer workers, beside one."""
+    rates: tuple[str, ...] = ("0.02", "0.05")
 
     @property
     def script(self) -> list[str]:
-        return ["--dataset", "cifar10", "--schedule", "constant", *self.arguments]
+        return ["--schedule", "constant", *self.arguments]
 
-    @property
-    def strategies(self) -> tuple[str, ...]:
-        return (
-            DDP,
-            "all-reduce",
-            f"all-reduce:codec=powersgd:{self.powersgd}",
-            "all-reduce:codec=int8",
-            "all-reduce:codec=top-k",
-            "all-reduce:codec=one-bit",
-            "local-sgd:every=8",
-            "local-sgd:every=50",
-            "diloco:every=8",
-            "diloco:every=50",
-            "diloco:every=50:fragments=2:delay=10:alpha=0.5",
-            "gossip:topology=one-peer:mode=push-sum:own_scores=false",
-            "gossip:topology=one-peer:mode=push-sum:order=awc:own_scores=false",
-            "gossip:topology=ring:own_scores=false",
-        )
+    def methods(self, only: Sequence[str] | None) -> list[Method]:
+        """DDP's exchange, one worker, and all others or those of the strategies that are asked for."""
+        wanted = self.strategies if only is None else only
+        fewer = [each for each in self.fewer if each[0] in wanted]
+        return [*dict.fromkeys([(DDP, WORKERS), *((text, WORKERS) for text in wanted), *fewer, ("single", 1)])]
+
+
+def _less_said(powersgd: str) -> tuple[str, ...]:
+    return (
+        "all-reduce",
+        f"all-reduce:codec=powersgd:{powersgd}",
+        "all-reduce:codec=int8",
+        "all-reduce:codec=top-k",
+        "all-reduce:codec=one-bit",
+        "local-sgd:every=8",
+        "local-sgd:every=50",
+        "diloco:every=8",
+        "diloco:every=50",
+        "diloco:every=50:fragments=2:delay=10:alpha=0.5",
+        "gossip:topology=one-peer:mode=push-sum:own_scores=false",
+        "gossip:topology=one-peer:mode=push-sum:order=awc:own_scores=false",
+        "gossip:topology=ring:own_scores=false",
+    )
 
 
 PARTS = {
     "convnet": Part(
         accuracy=0.40,
-        arguments=("--model", "convnet", "--batch-size", "100", "--eval-samples", "2000"),
-        rates="0.02,0.05",
+        arguments=("--dataset", "cifar10", "--model", "convnet", "--batch-size", "100", "--eval-samples", "2000"),
         max_steps=400,
         eval_every=80,
-        powersgd="codec.rank=1:codec.start=10",
+        strategies=_less_said("codec.rank=1:codec.start=10"),
+        fewer=(("local-sgd:every=50", 4), ("local-sgd:every=50", 2)),
     ),
     "resnet18": Part(
         accuracy=0.40,
-        arguments=("--model", "resnet18", "--width", "8", "--batch-size", "20", "--eval-samples", "1000"),
-        rates="0.02,0.05",
+        arguments=(
+            *("--dataset", "cifar10", "--model", "resnet18", "--width", "8"),
+            *("--batch-size", "20", "--eval-samples", "1000"),
+        ),
         max_steps=400,
         eval_every=160,
-        powersgd="codec.rank=4:codec.start=10",
+        strategies=_less_said("codec.rank=4:codec.start=10"),
+        fewer=(("local-sgd:every=50", 3),),
+    ),
+    "mnist": Part(
+        accuracy=0.90,
+        arguments=("--dataset", "mnist", "--model", "convnet", "--batch-size", "20", "--eval-samples", "2000"),
+        max_steps=400,
+        eval_every=160,
+        strategies=("local-sgd:every=8", "local-sgd:every=20", "local-sgd:every=50"),
+        fewer=(("local-sgd:every=50", 3),),
+        rates=("0.02",),
     ),
 }
 
 
-def conduct(part: Part, strategies: Sequence[str], *, workers: int, seeds: int, tunes: bool, out: Path) -> Study:
-    rate = [] if tunes else ["--lr", part.untuned_rate]
+def conduct(
+    part: Part, methods: Sequence[Method], *, workers: int, seeds: int, rates: Sequence[str], hold: int, out: Path
+) -> Study:
+    """Those of the methods that have so many workers."""
+    rate = ["--lr", *rates] if len(rates) == 1 else []
     return Study.run(
         SCRIPT,
-        strategies=strategies,
+        strategies=[text for text, own in methods if own == workers],
         workers=[workers],
         seeds=seeds,
         target=f"accuracy={part.accuracy}",
-        hold=1,
-        tune=[f"lr={part.rates}"] if tunes else (),
+        hold=hold,
+        tune=() if rate else [f"lr={','.join(rates)}"],
         eval_every=part.eval_every * workers // WORKERS,
         engine="virtual",
         cluster=CLUSTER,
         arguments=[*part.script, "--steps", str(part.max_steps * WORKERS // workers), *rate],
-        out=out,
+        out=out.with_name(f"{out.name}-{workers}"),
     )
 
 
-def planned(part: Part, one_steps: float | None) -> Plan:
+def planned(part: Part, rate: str, one_steps: float | None) -> Plan:
     """The noise scale is measured.
 
     Args:
+        rate: at which it is.
         one_steps: of one worker to the target; none where a run of it did not come there.
     """
-    seen = observing.observe(read_script(SCRIPT, part.script), measures_noise=True)
+    seen = observing.observe(read_script(SCRIPT, [*part.script, "--lr", rate]), measures_noise=True)
     cluster = reading.load(str(CLUSTER))
     return plan(cluster, seen.work, max_workers=WORKERS, noise=seen.noise, single_steps=one_steps)
 
@@ -159,33 +184,32 @@ def ceiling_s(study: Study, found: pd.DataFrame) -> float:
 
 def show(
     part: Part,
-    strategies: Sequence[str],
-    study: Study,
-    alone: Study,
-    picked: Study | None,
+    methods: Sequence[Method],
+    studies: Mapping[int, Study],
     found: Plan,
     one_steps: float | None,
+    rates: Sequence[str],
 ) -> None:
-    trials, single = study.frames.trials, alone.frames.trials
-    best_s, ddp_s = ceiling_s(study, trials), float(trials[trials["strategy"] == DDP]["time_to_target_s"].mean())
+    everyone = studies[WORKERS].frames.trials
+    best_s = ceiling_s(studies[WORKERS], everyone)
+    ddp_s = float(everyone[everyone["strategy"] == DDP]["time_to_target_s"].mean())
     table = Table()
     table.add_column("method")
-    titles = ("rate", "steps", "planned", "ms a step", "planned", "seconds", "range", "sooner", "gap closed")
+    titles = ("rate", "steps", "steps planned", "ms a step", "ms planned", "seconds", "range", "sooner", "gap closed")
     for title in titles:
         table.add_column(title, justify="right")
-    rows = [(text, WORKERS, trials) for text in strategies] + [("single", 1, single)]
-    best = found.best
-    if picked is not None:
-        rows.append((best.label, best.prediction.workers, picked.frames.trials))
-    for text, workers, frame in rows:
-        own = frame[frame["strategy"] == Variant.parse(text).text]
+    pick = pick_of(found)
+    for text, workers in methods:
+        trials = studies[workers].frames.trials
+        own = trials[trials["strategy"] == Variant.parse(text).text]
         step_s = predict(found.cluster, strategy=text, workers=workers, work=found.work).step_s
         steps = own["samples"] / found.work.samples / workers
+        steps_there = own["samples_to_target"] / found.work.samples / workers
         times = own["time_to_target_s"]
         took_s = float(times.mean()) if own["reached"].all() else float("nan")
         cells = (
-            str(own["setting"].iloc[0]).removeprefix("lr=") or part.untuned_rate,
-            f"{float((own['samples_to_target'] / found.work.samples / workers).mean()):.0f}",
+            str(own["setting"].iloc[0]).removeprefix("lr=") or rates[0],
+            f"{steps_there.mean():.0f} ({steps_there.min():.0f} to {steps_there.max():.0f})",
             f"{planned_steps(found, text, workers, one_steps):.0f}",
             f"{float((own['training_time_s'] / steps).mean()) * 1e3:.2f}",
             f"{step_s * 1e3:.2f}",
@@ -194,39 +218,43 @@ def show(
             f"{ddp_s / took_s:.1f}",
             f"{(ddp_s - took_s) / (ddp_s - best_s):.0%}",
         )
-        is_pick = (text, workers) == (best.label, best.prediction.workers)
         name = f"`{text}`{f', {words.workers(workers)}' if workers != WORKERS else ''}"
-        table.add_row(
-            f"{name}{', which the plan picks' if is_pick else ''}", *("" if "nan" in cell else cell for cell in cells)
-        )
+        picked = ", which the plan picks" if (text, workers) == pick else ""
+        table.add_row(f"{name}{picked}", *("" if "nan" in cell else cell for cell in cells))
     table.add_row("no exchange", "", "", "", "", "", f"{best_s:.3f}", "", f"{ddp_s / best_s:.1f}", "100%")
     assert found.noise is not None
-    facts = {"picked": f"{best.label} on {best.prediction.workers}", "noise_samples": round(found.noise.samples)}
-    tell([table], {**facts, "accuracy": part.accuracy, "seeds": int(trials["seed"].nunique())})
+    facts = {"picked": f"{pick[0]} on {pick[1]}", "noise_samples": round(found.noise.samples)}
+    tell([table], {**facts, "accuracy": part.accuracy, "seeds": int(everyone["seed"].nunique())})
+
+
+def pick_of(found: Plan) -> Method:
+    return found.best.label, found.best.prediction.workers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, default="convnet")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", metavar="METHOD", help="of these, beside DDP's exchange")
-    parser.add_argument("--tune", action=argparse.BooleanOptionalAction, default=True, help="the learning rate")
+    parser.add_argument("--only", nargs="+", metavar="STRATEGY", help="these, beside DDP's exchange and one worker")
+    parser.add_argument("--rate", help="the learning rate of all")
+    parser.add_argument("--hold", type=int, default=1, help="evaluations in a row that reach the target")
     parser.add_argument("--out", type=Path, help="by default studies/low-bandwidth-PART")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # on any machine the same sums, of which a ResNet's steps to a target depend
     part = PARTS[args.part]
-    strategies = part.strategies if args.only is None else (DDP, *args.only)
     out = args.out or Path("studies") / f"low-bandwidth-{args.part}"
-    each = partial(conduct, part, seeds=args.seeds, tunes=args.tune)
-    study = each(strategies, workers=WORKERS, out=out)
-    alone = each(("single",), workers=1, out=out.with_name(f"{out.name}-alone"))
-    single = alone.frames.trials
+    rates = part.rates if args.rate is None else (args.rate,)
+    each = partial(conduct, part, seeds=args.seeds, rates=rates, hold=args.hold, out=out)
+    methods = part.methods(args.only)
+    studies = {workers: each(methods, workers=workers) for workers in dict.fromkeys(own for _, own in methods)}
+    single = studies[1].frames.trials
     one_steps = float(single["iterations_to_target"].mean()) if single["reached"].all() else None
-    found = planned(part, one_steps)
-    label, workers = found.best.label, found.best.prediction.workers
-    picked = None
-    if workers > 1 and not (workers == WORKERS and label in strategies):
-        picked = each((label,), workers=workers, out=out.with_name(f"{out.name}-picked"))
-    show(part, strategies, study, alone, picked, found, one_steps)
+    found = planned(part, rates[-1], one_steps)
+    pick = pick_of(found)
+    if pick not in methods:
+        methods.append(pick)
+        studies[pick[1]] = each(methods, workers=pick[1])
+    show(part, methods, studies, found, one_steps, rates)
 
 
 if __name__ == "__main__":

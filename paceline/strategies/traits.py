@@ -213,6 +213,11 @@ class Traits:
         return self.unit == "update" and (self.lock_step or self.num_servers > 0)
 
     @property
+    def trains_apart(self) -> bool:
+        """Whether an iteration is a round in which workers have trained by themselves, on their own data."""
+        return self.unit == "round" and not self.num_clients
+
+    @property
     def is_synchronous(self) -> bool:
         """Whether an iteration joins what many workers computed, rather than one of them."""
         return self.unit != "gradient"

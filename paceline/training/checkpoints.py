@@ -236,6 +236,8 @@ class Checkpoints:
         self._require_same_optimizers(checkpoint)
         run.iteration, run.steps, run.samples = checkpoint.iteration, mine.steps, mine.samples
         run.clock.set(checkpoint.time_s)
+        if prepared.statistics is not None:
+            prepared.statistics.restore()
         snapshot.load_buffers(prepared.replica.model, mine)
         prepared.synchronizer.restore(checkpoint.optimizer, own, iteration=checkpoint.iteration)
         row_tables.load_rows(run, checkpoint)

@@ -42,7 +42,7 @@ class Handover:
             self._own = self._checkpoints.own_part()
             self._course.has_global_model = True
             try:
-                with prepared.synchronizer.global_model() as model, self._as_on_the_first(model):
+                with prepared.global_model() as model, self._as_on_the_first(model):
                     yield model
             finally:
                 self._own, self._course.has_global_model = None, False

@@ -265,7 +265,7 @@ class Pauses:
         may_save = saves or (judged is not None and self._judge.chooses_best)
         own = self._checkpoints.own_part() if may_save else None
         differing = Differing(run) if judged is not None and run.traits.workers_differ else None
-        with run.prepared.synchronizer.global_model() as model:
+        with run.prepared.global_model() as model:
             if judges:
                 self._judge.judge(model, judged, time_s, self._kept)
             if differing is not None:

@@ -49,6 +49,7 @@ from paceline.training.joining import States
 from paceline.training.outlived import Outlived
 from paceline.training.pauses import Pauses
 from paceline.training.redealt import Redealt
+from paceline.training.running_statistics import RunningStatistics
 from paceline.training.same_gradients import SameGradients
 from paceline.training.sharding import DIFFERS, ShardedLoader, UnpreparedLoaders
 from paceline.training.steps import Steps
@@ -189,7 +190,13 @@ class Session:
         alike = self._same_gradients(whole, loaders, batches)
         if alike is not None:
             self._at_release.callback(alike.close)
-        self.run.prepare(Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, alike, extra))
+        statistics: RunningStatistics | None = None
+        if self.run.traits.trains_apart:
+            statistics = RunningStatistics(model, rounds=lambda: synchronizer.iteration)
+            self._at_release.callback(statistics.close)
+        self.run.prepare(
+            Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, alike, extra, statistics)
+        )
         looked_at = UnpreparedLoaders(rank=context.rank, size=context.size)
         self._at_release.callback(looked_at.close)
         steps = Steps(self.run, self.course, self._cadence, self._summed_loss(whole, batches), looked_at)

@@ -1,10 +1,12 @@
 """What one worker's run is made of, and how far it is."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from paceline.config import RunConfig
 from paceline.errors import UsageError
@@ -16,6 +18,7 @@ from paceline.training.accounting import Account
 from paceline.training.clock import TrainingClock
 from paceline.training.feeds import EachHandouts, Feed
 from paceline.training.handouts import Handouts
+from paceline.training.running_statistics import RunningStatistics
 from paceline.training.same_gradients import SameGradients
 
 
@@ -37,6 +40,18 @@ class Prepared:
     """Looks at each rank's own, under strategies in lock-step."""
     extra: dict[str, Any]
     """What else a checkpoint holds, by name."""
+    statistics: RunningStatistics | None = None
+    """Of the global model's own, under strategies that make it of models that have trained apart."""
+
+    @contextmanager
+    def global_model(self) -> Iterator[nn.Module]:
+        """As the synchronizer's."""
+        with self.synchronizer.global_model() as model:
+            if self.statistics is None:
+                yield model
+                return
+            with self.statistics.of_mean(self.synchronizer.context.collective):
+                yield model
 
 
 @final

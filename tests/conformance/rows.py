@@ -92,6 +92,10 @@ class Row:
     def num_servers(self) -> int:
         return build(self.strategy, self.options).traits.num_servers
 
+    @property
+    def trains_apart(self) -> bool:
+        return build(self.strategy, self.options).traits.trains_apart
+
     def run(
         self, script: Callable[..., Any], out: Path, /, *, changes_gradients: bool = False, **settings: Any
     ) -> Result:

@@ -37,7 +37,11 @@ class SocketMailbox(Mailbox):
         self.timing = Timing()
         self._keys, self._rank, self._epoch, self._deadline_s = keys, collective.rank, epoch, deadline_s
         self._listener = Listener(keys, host=host)
-        self._endpoints: list[str] = collective.all_gather_object(self._listener.endpoint)
+        try:
+            self._endpoints: list[str] = collective.all_gather_object(self._listener.endpoint)
+        except BaseException:
+            self._listener.close()
+            raise
         self._callers: dict[int, Caller] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None

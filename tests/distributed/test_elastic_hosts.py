@@ -217,6 +217,9 @@ def chaos_strikes_links_and_nodes(network: Network, address: str, directory: Pat
     assert "3 deaths in 3 runs, 0 wrong" in output
     for kind in ("flicker", "slow", "cut", "part", "node"):
         assert f"{kind} worker-" in output
+    for number in range(1, 1 + len(runs)):  # from the first word of a change on, which comes after the silence
+        reformed = of(directory / "out" / f"run-{number}" / "out", "reformed")
+        assert max(event["details"]["took_s"] for event in reformed) < 3 * DEADLINE_S
 
 
 def strike(rank: int, number: int, kind: str) -> dict[str, object]:

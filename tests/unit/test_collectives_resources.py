@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.base import Collective
-from paceline.comm.process_group.collective import connect_gloo
+from paceline.comm.process_group.collective import TorchCollective, connect_gloo
 from paceline.comm.process_group.connections import listeners
 from paceline.comm.shared_memory import futex
 from paceline.comm.shared_memory.block import SharedBlock
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError
 from tests.unit.collective_harness import World, caught, mapped_files
 
+LARGE = 2**26
 LATE_S = 3.0
 """So long that no delay of a busy machine comes near it."""
 
@@ -156,6 +158,39 @@ def run_given_up(collective: Collective) -> tuple[str, int, int] | None:
     while num_threads_of_gloo() and time.monotonic() < until_s:
         time.sleep(0.05)
     return error, num_threads_of_gloo(), len(listeners())
+
+
+def test_gloo_waits_for_no_message_that_broke_off() -> None:
+    """A host vanishes when a part of what it sends is here: gloo's operation goes on until its time-out, and whoever
+    closes the collective goes on at once."""
+    with World("gloo", 2) as world:
+        world.run(run_nothing)
+        world.start(run_broken_off, world.pids()[1])
+        error, is_whole, took_s = world.result(0)
+    assert (error, is_whole) == ("PeerLost", False)
+    assert took_s < LATE_S
+
+
+def run_nothing(collective: Collective) -> None:
+    collective.barrier()
+
+
+def run_broken_off(collective: Collective, sender: int) -> tuple[str, bool, float]:
+    assert isinstance(collective, TorchCollective)
+    tensor = torch.full((LARGE,), float(collective.rank))
+    options = dist.BroadcastOptions()
+    options.rootRank = 1
+    # As an all-reduce has it, but for the size of its messages: large enough that this one is seen on its way.
+    work = collective._calls.submit("it", lambda: collective._group.broadcast([tensor], options), num_bytes=0)
+    if collective.rank == 0:
+        while not tensor[0]:
+            work.poll()  # which starts it when the other rank has come
+        os.kill(sender, signal.SIGSTOP)
+        collective.lose("its host is gone")
+    error, _, _ = caught(work.wait)
+    is_whole = bool(tensor[-1])
+    took_s = timed(collective.close)
+    return error, is_whole, took_s
 
 
 def num_threads_of_gloo() -> int:

@@ -19,6 +19,7 @@ from paceline.comm.helper import Helper
 from paceline.comm.hosts import interface_with, nccl_interface
 from paceline.comm.process_group.calls import TorchCalls, WatchedMessage
 from paceline.comm.process_group.connections import LISTENER_BYTES, Connections, Endpoint, listeners, pack_listener
+from paceline.comm.process_group.ending import destroy
 from paceline.comm.process_group.peer_watch import PeerWatch
 from paceline.comm.process_group.reducing import from_wire, options_for, to_wire
 from paceline.comm.rank_errors import disagreement
@@ -28,8 +29,6 @@ from paceline.errors import Aborted, DeadlineExceeded, PacelineError, PeerLost
 
 # A backend that times out closes its connections, and then peers would blame the first to give up.
 _BACKEND_MARGIN_S = 10.0
-# Groups with operations that were given up, whose connections cannot be ended: to destroy one would wait for these.
-_GIVEN_UP: list[Any] = []
 
 
 @final
@@ -188,15 +187,16 @@ class TorchCollective(ByteCollective):
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            if self._calls.is_under_way:
+            is_under_way = self._calls.is_under_way
+            if is_under_way:
                 self._connections.end()
-                if not self._connections.are_known:
-                    _GIVEN_UP.append(self._group)
             self._calls.close()
             for way in self._ways.values():
                 way.close(joins=False)
             self._group.shutdown()
-            self._group = None
+            held, self._group = [self._group], None
+            if is_under_way:
+                destroy(held)
 
     def _run(self, signature: Signature, start: Callable[[], Any], num_bytes: int) -> None:
         self._calls.submit(str(signature), start, num_bytes=num_bytes).wait()

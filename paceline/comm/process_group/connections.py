@@ -33,8 +33,6 @@ class Connections:
 
     def __init__(self, listeners: Collection[bytes]) -> None:
         told = [text.decode().split() for text in listeners]
-        self.are_known = all(told)
-        """Whether all ranks know theirs."""
         self._listeners = {(address, int(port)) for address, port in filter(None, told)}
 
     def end(self) -> None:

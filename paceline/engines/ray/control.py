@@ -142,6 +142,11 @@ class ControlLine(Reporter):
                 if self._abort_reason is not None:
                     raise Aborted(f"nobody said who goes on: {self._abort_reason}") from None
 
+    def check(self) -> None:
+        """Raise Aborted if the run ends."""
+        if self._abort_reason is not None:
+            raise Aborted(self._abort_reason)
+
     def stop_requested(self) -> bool:
         return self._stop
 

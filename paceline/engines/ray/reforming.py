@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 from torch.distributed import PrefixStore, Store
 
+from paceline.comm.attempt import attempt
 from paceline.comm.base import Collective, Timing
 from paceline.comm.connecting import Site, connect_members, needs_store, site_of
 from paceline.comm.file_sockets import OfferedFile, copy_file
@@ -181,7 +183,6 @@ class Reforming:
             try:
                 self._collective = self._connected(member, sites, memory, timing)
             except (PeerLost, DeadlineExceeded):  # one more
-                memory.close()
                 continue
             self._add(self._collective)
             if self._lost_epoch >= self._epoch:
@@ -192,7 +193,8 @@ class Reforming:
     def _connected(self, member: Member, sites: Mapping[int, Site], memory: SharedBlock, timing: Timing) -> Collective:
         members, ranks = list(sites.values()), member.membership.ranks
         meets_hosts = needs_store(members)
-        collective = connect_members(
+        meet = partial(
+            connect_members,
             members,
             rank=ranks.index(member.rank),
             memory=memory,
@@ -202,9 +204,17 @@ class Reforming:
             timing=timing,
             names=ranks,
         )
-        if meets_hosts:
-            collective.set_deadline(self._deadline_s)
+        if not meets_hosts:  # on one host ends are noticed at once
+            return meet()
+        collective = attempt(meet, check=self._require_meeting, drop=lambda late: late.close())
+        collective.set_deadline(self._deadline_s)
         return collective
+
+    def _require_meeting(self) -> None:
+        """Raises PeerLost if not all of the epoch come that this worker meets, and Aborted if the run ends."""
+        self._line.check()
+        if self._lost_epoch >= self._epoch:
+            raise PeerLost("others of this epoch are gone, or meet anew, as the launcher says")
 
     def watch(self, mailbox: SocketMailbox, membership: Membership) -> None:
         """Have it end with this epoch."""

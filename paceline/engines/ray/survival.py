@@ -24,8 +24,6 @@ _LEASE_DEADLINES = 3
 its end: without the others' parts a worker applies no step meanwhile."""
 _FIRST_WORD_S = 60.0
 """How long to wait for a process's first word: before it the process loads what it is to run."""
-_COMES_S = 10.0
-"""Workers wait for one that is gone until the run's deadline at the latest, and then come: so much later they must."""
 
 
 @final
@@ -317,7 +315,7 @@ class Survival:
             self._awaited_s = 0.0
             return
         self._awaited_s = self._awaited_s or time.monotonic()
-        if time.monotonic() - self._awaited_s > self._deadline_s + _COMES_S:
+        if time.monotonic() - self._awaited_s > self._deadline_s:
             joiners = [rank for rank in awaited if rank not in self._coordinator.living]
             if joiners:
                 for rank in joiners:

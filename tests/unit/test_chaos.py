@@ -113,7 +113,8 @@ def test_workers_and_servers_are_struck_in_one_run_and_apart(monkeypatch) -> Non
         ("ps-ssp", {"servers": 2}, True, {"worker": 2}),
         ("gossip", {}, True, {"worker": 2}),
         ("ad-psgd", {}, True, {"worker": 2}),
-        ("all-reduce", {"algorithm": "ring"}, True, {}),
+        ("all-reduce", {"algorithm": "ring"}, True, {"worker": 2}),
+        ("all-reduce", {"aggregate": "median"}, True, {}),
     ],
 )
 def test_the_roles_are_those_that_a_run_survives(strategy: str, options, is_elastic: bool, struck) -> None:
@@ -310,9 +311,9 @@ def test_a_connection_is_cut_and_no_other(tmp_path: Path, monkeypatch) -> None:
     [
         (
             "all-reduce",
-            {"algorithm": "ring"},
+            {"aggregate": "median"},
             {},
-            "strategy ring: chaos strikes workers under all-reduce, local updates, gossip, ad-psgd",
+            "chaos strikes workers under all-reduce, local updates, gossip, ad-psgd",
         ),
         ("ps-bsp", {"servers": 2, "replicas": 1}, {"global_batch": "keep"}, "--global-batch has no effect under"),
         (

@@ -15,6 +15,9 @@ from paceline.partition import Partition, Replicated
 from paceline.pieces import Piece
 from paceline.seeding import derive
 
+_ROUNDS_AHEAD = 20
+"""In so many rounds a worker that plays at all comes to a turn."""
+
 
 class Sampler(Piece, ABC):
     """Draws the clients of a round. Pure: the same for the same seed and round."""
@@ -209,6 +212,14 @@ class Roster:
         place = bisect_right(self._starts, number) - 1
         return self.of_round(self._first + place)[number - self._starts[place]]
 
+    def batches_of(self, number: int) -> int:
+        """Batches of this worker's turn of this number; those of the largest client where it may never come to one, as
+        where a round has fewer clients than workers."""
+        number, last = max(number, self._starts[0]), self._first + len(self._starts) - 1 + _ROUNDS_AHEAD
+        while self._starts[-1] <= number and self._first + len(self._starts) - 1 < last:
+            self._reach(self._first + len(self._starts))
+        return self.turn(number).num_batches if number < self._starts[-1] else max(self._num_batches)
+
     def _reach(self, number: int) -> int:
         """How many turns of this worker come before the round of this number."""
         while self._first + len(self._starts) <= number:
@@ -231,8 +242,8 @@ class Roster:
         self._begin(number, num_turns, self.players(number))
 
     def deal_anew(self, number: int, membership: Membership, words: Sequence[Mapping[str, Any]]) -> None:
-        """These play from here on. What others had of the round of this number comes after their own turns of it: also
-        what these had played, since it has not counted.
+        """These workers play from here on. Each keeps its turns of this round, in their order. All turns of those who
+        are gone, played or not, are dealt among these and come after.
 
         Args:
             words: of all of these. Some may have missed how the round was dealt last.

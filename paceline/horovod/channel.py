@@ -24,7 +24,7 @@ from paceline.horovod.timeline import Timeline
 
 _LEAVE_WITHIN_S = 5.0
 _CYCLE_S, _CROWDED_S = 1e-3, 0.1
-_LONGEST_CYCLES = 8
+_LONGEST_CYCLES, _MOST_LOOKS = 8, 20
 """Looks at whether a script still asks are this far apart at last; each takes the interpreter from it."""
 
 
@@ -253,7 +253,9 @@ class Channel:
             self._is_idle = False
         # The lock is not held here, nor taken at every look: whoever asks would wait for this thread to get its turn.
         patience_s, count = self._pace.look_s, -1
-        while not self._is_ended and count != len(self._new):
+        for _ in range(_MOST_LOOKS):
+            if self._is_ended or count == len(self._new):
+                break
             count = len(self._new)
             if self._is_urgent.wait(patience_s):
                 break

@@ -218,6 +218,7 @@ class Executor:
         plan = self._plans[key] = _Plan(flat, start)
         return plan
 
+    @torch.inference_mode(False)
     def _room(self, num_bytes: int) -> Tensor:
         """Memory that moves fastest. All ranks need the same at the same time."""
         if self._buffer is None or self._buffer.numel() < num_bytes:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from paceline.comm.base import Collective, ReduceOp, Work
@@ -70,6 +71,7 @@ class Rooms:
             self._known[id(request)] = (request, room)
         return room
 
+    @torch.inference_mode(False)  # of a metric that asks first; what it makes nobody else could write to
     def make(self, request: Request) -> Room | None:
         """A room for the request's tensors; none where too much memory has been given away. Collective call."""
         num_bytes = -(-request.num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -70,6 +71,36 @@ def _alternate(rank: int, staying: int | None) -> Any:
                 optimizer.step()
         found.append([_gradients(model) for model in models])
     return found, are_untouched
+
+
+def test_an_optimizer_that_waits_late_has_its_own_gradients(world: HorovodWorld) -> None:
+    for found in world.run(_wait_late):
+        for step, gradients in enumerate(found):
+            for seed, those in enumerate(gradients):
+                torch.testing.assert_close(those, _means(seed, step), rtol=1e-4, atol=1e-6)
+
+
+def _wait_late(rank: int) -> Any:
+    """The first model's gradients are reduced by the time the second one's are laid in the same room, and waited for
+    only then."""
+    import paceline.horovod.torch as hvd
+
+    hvd.shutdown()
+    hvd.init()
+    models = [_model(seed) for seed in range(2)]
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0)) for model in models]
+    found = []
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            _loss(model, step, rank).backward()
+            for handle in optimizer._reducer._handles:
+                while not hvd.poll(handle):
+                    time.sleep(1e-3)
+        for optimizer in optimizers:
+            optimizer.step()
+        found.append([_gradients(model) for model in models])
+    return found
 
 
 def test_a_rank_that_has_joined_keeps_its_gradients(world: HorovodWorld) -> None:

@@ -36,7 +36,7 @@ def test_gradients_that_a_script_has_kept_stay_what_they_were(how: str) -> None:
 
 
 def test_a_kept_gradient_moves_where_torch_cannot_swap_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.buckets._swap", None)
+    monkeypatch.setattr("paceline.gradient_views._swap", None)
     test_gradients_that_a_script_has_kept_stay_what_they_were("itself")
 
 

@@ -31,6 +31,17 @@ def roster_of(rank: int, ranks: Sequence[int], sampler: Sampler | None = None, f
     return Roster(participation, sizes=SIZES, num_batches=SIZES, rank=rank, ranks=ranks, seed=3)
 
 
+def test_a_worker_that_never_has_a_turn_is_told_of_the_largest_client() -> None:
+    """So that `len(loader)` has an end, wherever it is asked for."""
+    participation = Participation(
+        num_clients=2, fraction=1.0, partition=IID(), sampler=Uniform(), epochs=1, is_settled=False
+    )
+    rosters = [
+        Roster(participation, sizes=(3, 5), num_batches=(3, 5), rank=rank, ranks=range(4), seed=0) for rank in range(4)
+    ]
+    assert sorted(roster.batches_of(0) for roster in rosters) == [3, 5, 5, 5]
+
+
 class Players:
     """Workers that play their turns by the number of their passes, as scripts do."""
 

@@ -206,7 +206,9 @@ class Reducer:
         if room is not None and room.flat.whole is not whole:
             room.given.leave_all()
         operation = Operation(lot.request, [whole], [whole], shapes=((whole.numel(),),))
-        self._waits += [partial(synchronize, self._ask(operation)), partial(_put_back, lot)]
+        # Held from here on: another optimizer of the same names, which uses the room next, leaves them their values.
+        views = list(lot.given.views)
+        self._waits += [partial(synchronize, self._ask(operation)), partial(_put_back, lot.parameters, views)]
 
     def _ask(self, operation: Operation) -> Handle:
         handle = submit(operation, self._process_set)
@@ -332,8 +334,10 @@ def _alike(places: Iterable[_Place]) -> list[list[_Place]]:
 
 
 def _lay(lot: _Lot, gradients: Sequence[Tensor], *, are_new: bool) -> None:
-    """Args:
-    are_new: all of them lie elsewhere.
+    """Put the gradients where they are sent from.
+
+    Args:
+        are_new: all of them lie elsewhere.
     """
     lot.given.make_way(gradients)
     if are_new:
@@ -344,8 +348,8 @@ def _lay(lot: _Lot, gradients: Sequence[Tensor], *, are_new: bool) -> None:
         parameter.grad = view
 
 
-def _put_back(lot: _Lot) -> None:
-    for parameter, view in zip(lot.parameters, lot.given.views, strict=True):
+def _put_back(parameters: Sequence[Parameter], views: Sequence[Tensor]) -> None:
+    for parameter, view in zip(parameters, views, strict=True):
         if parameter.grad is not view:
             parameter.grad = view
 

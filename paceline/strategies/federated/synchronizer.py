@@ -294,7 +294,7 @@ class FederatedSynchronizer(Synchronizer):
                     self.rejoin(redealing.regroup())
                     if self._to_play() and not leaves:
                         return None
-                if leaves:
+                if leaves or self._is_apart:  # others may have whole turns to play; launchers end who is dead or silent
                     self.context.collective.set_deadline(None)
                 kept = self._clients.gathered(self.context.collective) if self._strategy.keeps_state else {}
                 joined = self._server.joined(round_number=self.iteration, leaves=leaves, trained=redealing.trained)

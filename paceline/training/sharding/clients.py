@@ -76,7 +76,7 @@ class ClientBatches:
 
     def __len__(self) -> int:
         """Batches of the turn that is under way, or comes first."""
-        return self._epochs * self.roster.turn(self._number).num_batches
+        return self._epochs * self.roster.batches_of(self._number)
 
     def identity(self) -> dict[str, Any]:
         digest = hashlib.blake2b(digest_size=8)

@@ -25,6 +25,17 @@ _REFERENCES, _REFERENCES_OF_ALL = sys.getrefcount(_ALONE[0]), max(map(sys.getref
 _USES = _count_uses(_ALONE[0].untyped_storage()._cdata)
 
 
+def _counts_gradients() -> bool:
+    """Whether Python counts the reference of a parameter to its gradient: older releases of torch keep it to themselves."""
+    parameter, views = torch.nn.Parameter(torch.zeros(1)), [torch.zeros(1)]
+    parameter.grad = views[0]
+    return sys.getrefcount(views[0]) > _REFERENCES
+
+
+COUNTS_GRADIENTS = _counts_gradients()
+"""Whether views are kept while they are gradients of parameters, too, and not only while a script holds them."""
+
+
 @final
 class GradientViews:
     """One tensor a gradient, in memory of somebody else's.

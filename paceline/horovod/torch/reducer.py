@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from paceline.gradient_views import GradientViews
+from paceline.gradient_views import COUNTS_GRADIENTS, GradientViews
 from paceline.horovod.channel import Operation
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.flat import Flat
@@ -223,7 +223,7 @@ class Reducer:
             whole = torch.cat([each.flatten() for each in parameters])
             flat = Flat.cut(whole, [each.shape for each in parameters])
             given = GradientViews(flat.views, [whole] * len(flat.views))
-            request = self._request(bucket, places, flat.views, has_room=whole.is_cpu)
+            request = self._request(bucket, places, flat.views, has_room=whole.is_cpu and COUNTS_GRADIENTS)
             lot = _Lot(places, parameters, flat, given, request)
             bucket.lot = lot = self._moved_in(lot)
         _lay(lot, [*map(_gradient, parameters)], are_new=False)

@@ -26,7 +26,7 @@ _USES = _count_uses(_ALONE[0].untyped_storage()._cdata)
 
 
 def _counts_gradients() -> bool:
-    """Whether Python counts the reference of a parameter to its gradient: older releases of torch keep it to themselves."""
+    """Whether Python counts the reference of a parameter to its gradient, which older releases of torch do not show."""
     parameter, views = torch.nn.Parameter(torch.zeros(1)), [torch.zeros(1)]
     parameter.grad = views[0]
     return sys.getrefcount(views[0]) > _REFERENCES

@@ -197,7 +197,8 @@ class Roster:
         self.participation = participation
         self._sizes, self._num_batches = tuple(sizes), tuple(num_batches)
         self._rank, self._ranks, self._seed = rank, tuple(ranks), seed
-        self._first, self._starts = 0, [0]  # from that round on: how many turns of this worker come before each
+        self._first = 0  # the first round that is looked at
+        self._starts = [0]  # of it and those after: how many turns of this worker come before each
         self._dealt: tuple[int, dict[int, int]] = (-1, {})  # the last round that was dealt anew, and who plays it
         self._epoch = 0
         self.of_round = lru_cache(maxsize=2)(self._of_round)

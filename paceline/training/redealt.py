@@ -124,7 +124,7 @@ class Redealt:
 
     def in_pause(self, worker: WorkerState) -> WorkerState:
         """Whoever is the first now may not have been so at the end of its script."""
-        return self.all_done.for_later(worker, is_first=self._run.context.is_first)
+        return self.for_later(worker)
 
     def go_on_from(self, workers: Sequence[WorkerState], *, iteration: int) -> list[WorkerState]:
         """With any number of workers: each has what all the clients of all workers have kept."""

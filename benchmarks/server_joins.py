@@ -13,16 +13,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from threading import Thread
+from threading import Event
 from typing import Any, NamedTuple
 
 from peers.deaths import committed
@@ -55,7 +57,7 @@ class Found(NamedTuple):
     copy_s: float
     """What one copy took, at most."""
     pause_s: float
-    """At a handover, at most."""
+    """At a handover, at most; not a number if the worker made no step after the first one."""
 
 
 class Told(NamedTuple):
@@ -66,22 +68,23 @@ class Told(NamedTuple):
 
 
 def one_run(args: argparse.Namespace, strategy: str) -> Found:
-    with tempfile.TemporaryDirectory() as directory:
-        told: list[Told] = []
-        asking = Thread(target=_have_one_join, args=(Path(directory), args.servers + 1, told))
-        asking.start()
-        with contextlib.suppress(KeyboardInterrupt):  # which is how a run is told to stop
-            paceline.run(
-                partial(train, args.batch_size, directory, args.model, dies=False),
-                workers=args.workers,
-                strategy=strategy,
-                options={"servers": args.servers, "replicas": args.replicas, "ranges": args.ranges},
-                elastic=f"1:{args.workers}",
-                out=f"{directory}/out",
-                watcher=Quiet(),
-            )
-        asking.join()
-        return found_of([each.when_s for each in committed(Path(directory))], told)
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(1) as pool:
+        is_over = Event()
+        asking = pool.submit(have_one_join, Path(directory), args.servers + 1, is_over)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):  # which is how a run is told to stop
+                paceline.run(
+                    partial(train, args.batch_size, directory, args.model, dies=False),
+                    workers=args.workers,
+                    strategy=strategy,
+                    options={"servers": args.servers, "replicas": args.replicas, "ranges": args.ranges},
+                    elastic=f"1:{args.workers}",
+                    out=f"{directory}/out",
+                    watcher=Quiet(),
+                )
+        finally:
+            is_over.set()
+        return found_of([each.when_s for each in committed(Path(directory))], asking.result())
 
 
 def found_of(ends_s: Sequence[float], told: Sequence[Told]) -> Found:
@@ -98,7 +101,11 @@ def found_of(ends_s: Sequence[float], told: Sequence[Told]) -> Found:
 
     before = rate(asked_s - ALONE_S, asked_s)
     handovers_s = [each.when_s for each in moves if each.name == "taken_over"]
-    near_s = [gap_s for when_s, gap_s in gaps if any(abs(when_s - each_s) < NEAR_S for each_s in handovers_s)]
+    near_s = [
+        gap_s
+        for end_s, gap_s in gaps
+        if any(end_s - gap_s <= each_s + NEAR_S and end_s >= each_s - NEAR_S for each_s in handovers_s)
+    ]
     return Found(
         step_s=step_s,
         start_s=joined_s - asked_s,
@@ -106,13 +113,26 @@ def found_of(ends_s: Sequence[float], told: Sequence[Told]) -> Found:
         moves_s=ended_s - began_s,
         moves_rate=rate(began_s, ended_s) / before,
         copy_s=max(each.details["took_s"] for each in moves if each.name == "copied"),
-        pause_s=max(near_s) - step_s,
+        pause_s=max(near_s, default=math.nan) - step_s,
     )
 
 
-def _have_one_join(directory: Path, servers: int, told: list[Told]) -> None:
-    """Ask for so many servers, note what the run says, and end it when nothing has moved for a while."""
+def have_one_join(directory: Path, servers: int, is_over: Event) -> list[Told]:
+    """Ask for so many servers, note what the run says, and end it when nothing has moved for a while, or if that fails.
+
+    Args:
+        is_over: whether the run is. Raises RuntimeError where that comes first.
+    """
+    try:
+        return _told_of_join(directory, servers, is_over)
+    finally:
+        if not is_over.is_set():
+            requests.ask(directory / "out", {"do": "stop"})
+
+
+def _told_of_join(directory: Path, servers: int, is_over: Event) -> list[Told]:
     out, steps, seen = directory / "out", directory / "steps-0", 0
+    told: list[Told] = []
 
     def news() -> Iterator[Told]:
         nonlocal seen
@@ -122,19 +142,23 @@ def _have_one_join(directory: Path, servers: int, told: list[Told]) -> None:
             event = json.loads(line)
             yield Told(time.time(), event["name"], event["details"])
 
+    def wait(seconds: float) -> None:
+        if is_over.wait(seconds):
+            raise RuntimeError(f"the run was over before a server had joined: {told}")
+
     while not steps.exists() or len(steps.read_text().splitlines()) < WARM_STEPS:
-        time.sleep(LOOK_S)
-    time.sleep(ALONE_S)
+        wait(LOOK_S)
+    wait(ALONE_S)
     told += news()
     told.append(Told(time.time(), "asked", {}))
     requests.ask(out, {"do": "scale", "servers": servers})
-    while not _is_over(told):
-        time.sleep(LOOK_S)
+    while not _have_moved(told):
+        wait(LOOK_S)
         told += news()
-    requests.ask(out, {"do": "stop"})
+    return told
 
 
-def _is_over(told: Sequence[Told]) -> bool:
+def _have_moved(told: Sequence[Told]) -> bool:
     names = {each.name for each in told}
     if "not_joined" in names or "failed" in names:
         raise RuntimeError(f"no server has joined: {told}")

@@ -4,27 +4,31 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar, final
 
+from paceline.comm.exit_wait import start_thread
+
 T = TypeVar("T")
 _LOOK_S = 0.05
 
 
 def attempt(make: Callable[[], T], *, check: Callable[[], None], drop: Callable[[T], object]) -> T:
-    """Return what `make` returns, or raise what it raises. A thread calls it.
+    """Return what `make` returns, or raise what it raises. Another thread calls `make`, and this one waits for it.
 
     Args:
         make: blocks, and ends by itself at some time.
         check: called again and again meanwhile. If it raises, so does this call, without waiting any longer.
-        drop: given what `make` has returned too late, by whichever thread has it.
+        drop: given what `make` has returned and this call does not, by whichever thread has it.
     """
     call = _Call(make, drop)
-    threading.Thread(target=call.serve, name="paceline-attempt", daemon=True).start()
+    start_thread(call.serve, name="paceline-attempt")
     try:
         while not call.is_over.wait(_LOOK_S):
             check()
-    except BaseException:
-        call.give_up()
-        raise
-    return call.result()
+        return call.result()
+    except BaseException as why:
+        try:
+            call.give_up()
+        finally:
+            raise why  # not what dropping raises
 
 
 @final

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
 
-from paceline.comm.attempt import attempt
+from paceline.comm.attempt import _Call, attempt
 from paceline.errors import PeerLost
 from tests.threads import started_since
 
@@ -48,6 +49,39 @@ def test_what_comes_too_late_is_dropped() -> None:
     assert not dropped
     may_end.set()
     assert not started_since(before)
+    assert dropped == [7]
+
+
+def test_a_failure_to_drop_does_not_replace_what_is_raised() -> None:
+    """The wait is over, and what was made is there, as the check raises."""
+    before = set(threading.enumerate())
+
+    def check_when_made() -> None:
+        assert not started_since(before)
+        raise PeerLost("somebody is gone")
+
+    def fail(late: int) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(PeerLost, match="somebody is gone") as raised:
+        attempt(make_slowly, check=check_when_made, drop=fail)
+    assert isinstance(raised.value.__context__, ZeroDivisionError)
+
+
+def make_slowly() -> int:
+    """The one who waits looks at least once."""
+    time.sleep(0.3)
+    return 7
+
+
+def test_what_is_made_is_dropped_where_the_wait_is_interrupted_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(call: _Call[int]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Call, "result", interrupted)
+    dropped: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        attempt(lambda: 7, check=go_on, drop=dropped.append)
     assert dropped == [7]
 
 

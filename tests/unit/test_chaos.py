@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -266,6 +267,31 @@ def test_no_file_grows_on_a_full_disk(tmp_path: Path, monkeypatch) -> None:
         Writing().write(100_000)
     Writing().write(100_000)
     assert striking.met([strike], folder) == (strike,)
+
+
+def test_strikes_of_several_kinds_at_a_place_are_told_apart_and_met_in_order(tmp_path: Path, monkeypatch) -> None:
+    """The launcher's disk is full at its first call and at its third, and the deadly strike there does not come."""
+    for each in ("calls", "struck", "networks", "out"):
+        (tmp_path / each).mkdir()
+    (tmp_path / "out" / "checkpoint.pt").write_bytes(bytes(100_000))
+    third, first = (Strike("launcher", "place", number, "full") for number in (3, 1))
+    (tmp_path / "strikes.json").write_text(json.dumps([asdict(each) for each in (third, first)]))
+    written: list[bool] = []
+
+    class Writing:
+        def write(self) -> None:
+            with contextlib.suppress(OSError):
+                written.append(False)
+                (tmp_path / "out" / "other").write_bytes(bytes(100_000))
+                written[-1] = True
+
+    monkeypatch.setenv(striking.VARIABLE, str(tmp_path))
+    striking.arm("launcher", {"place": (Writing, "write")})
+    for _ in range(4):
+        Writing().write()
+    assert written == [False, True, False, True]
+    others = [replace(first, kind="more-servers"), replace(first, kind="kill")]
+    assert striking.met([*others, third, first], tmp_path) == (third, first)
 
 
 def test_servers_that_join_are_struck_and_no_more_copies_die_than_a_run_survives(monkeypatch) -> None:

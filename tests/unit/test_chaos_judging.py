@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -138,6 +139,34 @@ def test_gradients_that_count_otherwise_are_found(tmp_path: Path) -> None:
     assert gradients.counted_alike(struck, whole, dead) == [told]
 
 
+def test_a_copy_that_counts_nothing_is_wrong(tmp_path: Path) -> None:
+    """One of two servers' is empty, or one shard of it; or a third server, which was given one, says nothing."""
+    lines = "0 0 0 0\n0 1 0 0\n0 0 0 1\n0 1 0 1\n"
+    pushed = {"worker-0": [[0, [0, 1]], [1, [2, 3]]]}
+
+    def told(name: str, second: str, *events: dict, third: str = "", strikes: Sequence[Strike] = ()) -> list[str]:
+        counted = {"server-0": lines, "server-1": second}
+        folder = outlived(tmp_path / name, pushed=pushed, counted=counted, iteration=2)
+        (folder / "counted" / "server-2").write_text(third)
+        with (folder / "out" / "events.jsonl").open("a") as file:
+            file.write("".join(json.dumps(event) + "\n" for event in events))
+        of_samples = gradients.of_samples(folder, tmp_path / "whole", strikes, unit="gradient", keeps=False)
+        assert gradients.counted_alike(folder, tmp_path / "whole", strikes) == of_samples
+        return of_samples
+
+    assert told("whole", lines) == []
+    assert told("empty", "") == [
+        "4 gradients count otherwise on server-1: gradient 0 of worker 0 counts 0 times in key range 0"
+    ]
+    assert told("shard", lines.replace("0 1 0 0\n", "").replace("0 1 0 1\n", ""))[0].startswith("2 gradients count")
+    assert told("dead", "", strikes=[Strike("server-1", "is asked", 1, "kill")]) == []
+    assert told("let go", "", moved("released", "server-1")) == []
+    assert told("given", "", moved("released", "server-1"), moved("copied", "server-2"), third="0 from 0 9 9\n") == []
+    silent, counts_nothing = told("silent", lines, moved("copied", "server-2"))
+    assert silent == "server-2 is said to have been given a copy of key range 0, and has not written that down"
+    assert counts_nothing.startswith("4 gradients count otherwise on server-2")
+
+
 def outlived(
     folder: Path,
     *,
@@ -243,7 +272,7 @@ def test_copies_that_were_made_later_are_made_of_what_their_givers_had(tmp_path:
             (tmp_path / "counted" / f"server-{number}").write_text(lines)
         (tmp_path / "out" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
         told = counts.read(tmp_path / "counted")
-        held = sorted(counts.holders(told, tmp_path / "out"))
+        held = sorted(counts.holders(counts.at_start(told), tmp_path / "out"))
         return {
             server: sorted(
                 gradient for (_, gradient), n in counts.counted(told, server, key_range).items() for _ in range(n)

@@ -1,7 +1,8 @@
 """How a gloo group goes that has operations under way."""
 
-import threading
 from typing import Any
+
+from paceline.comm.exit_wait import start_thread
 
 ENDS_WITHIN_S = 0.5
 
@@ -14,6 +15,4 @@ def destroy(held: list[Any]) -> None:
     forgets to tell that one (`Pair::signalException` of its TCP transport looks at messages that wait, not at those on
     their way), and it ends with its time-out, which may be minutes. It writes nothing any more.
     """
-    thread = threading.Thread(target=held.clear, name="paceline-ending", daemon=True)
-    thread.start()
-    thread.join(ENDS_WITHIN_S)
+    start_thread(held.clear, name="paceline-ending").join(ENDS_WITHIN_S)

@@ -31,13 +31,16 @@ class NextCopies:
         """Where each server listens."""
         self._keys, self._server, self._poller = keys, server, poller
         self._ways: dict[int, _Way] = {}  # by key range
+        self._called: set[tuple[int, int]] = set()  # of which key range, and which server
 
     def send(self, key_range: int, to: int, message: Message) -> None:
         """The last server it was sent to is no longer spoken to, if that was another one."""
         if key_range not in self._ways or self._ways[key_range].to != to:
             self.leave(key_range)
             identity = identity_of_server(self._server, key_range).decode()
-            caller = Caller(self._keys, endpoint=self.endpoints[to], identity=identity)
+            is_anew = (key_range, to) in self._called
+            self._called.add((key_range, to))
+            caller = Caller(self._keys, endpoint=self.endpoints[to], identity=identity, is_anew=is_anew)
             for socket in caller.sockets:
                 self._poller.register(socket, zmq.POLLIN)
             self._ways[key_range] = _Way(to, caller)

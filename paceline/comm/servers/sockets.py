@@ -125,8 +125,9 @@ class _Link:
     def close(self) -> None:
         self.caller.close()
         self.sources, self.targets = [], []
-        if self.line is not None:
-            self.line.close()
+        line, self.line = self.line, None
+        if line is not None:
+            line.close()
 
 
 @final
@@ -156,6 +157,7 @@ class SocketCarrier(Carrier):
         self.takes_rows_along = self.is_all_beside or moves is not None
         self.reads_ahead = moves is None
         self._epoch, self._number = epoch, number
+        self._called: set[tuple[str, str]] = set()  # where, and by which name
         self._links = [self._first_link_to(server) for server in servers]
         self.epochs = [link.epoch for link in self._links]
         self._poller = zmq.Poller()
@@ -312,11 +314,11 @@ class SocketCarrier(Carrier):
         if move.address.epoch is not None and move.address.epoch <= self._links[index].epoch:
             return
         with contextlib.suppress(PeerLost):
-            link = self._link_to(move.address, is_anew=True)
+            line = self._line_to(move.address)
             for socket in self._links[index].caller.sockets:
                 self._poller.unregister(socket)
-            self._links[index].close()
-            self._links[index] = link
+            self._links[index].close()  # first: a server hears nobody else by a name that it has a connection of
+            self._links[index] = link = self._link_over(line, move.address)
             self._register(link.caller)
             is_beside = link.line is not None
             self._send(client.moved(index, epoch=link.epoch, is_beside=is_beside, body=self._body(link)))
@@ -330,11 +332,19 @@ class SocketCarrier(Carrier):
                 raise
             return self._link_to(replace(server, bell=None))
 
-    def _link_to(self, server: ServerAddress, *, is_anew: bool = False) -> _Link:
-        """Raises PeerLost where a server on this host has gone. `is_anew`: it may be one that this worker has asked for
-        the same key range before, or still does."""
-        line = None if server.bell is None else WorkerLine(server.bell, yield_s=self._yield_s)
+    def _link_to(self, server: ServerAddress) -> _Link:
+        """Raises PeerLost where a server on this host has gone."""
+        return self._link_over(self._line_to(server), server)
+
+    def _line_to(self, server: ServerAddress) -> WorkerLine | None:
+        """Raises PeerLost where it is on this host and has gone."""
+        return None if server.bell is None else WorkerLine(server.bell, yield_s=self._yield_s)
+
+    def _link_over(self, line: WorkerLine | None, server: ServerAddress) -> _Link:
         identity = identity_of(self._rank, self._number, server.copy_of).decode()
+        call = server.endpoint, identity
+        is_anew = call in self._called
+        self._called.add(call)
         caller = Caller(self._keys, endpoint=server.endpoint, identity=identity, is_anew=is_anew)
         return _Link(caller, line, self._epoch if server.epoch is None else server.epoch)
 

@@ -59,7 +59,7 @@ class Strike:
     @property
     def mark(self) -> str:
         """The name of a file that says that it has come to pass."""
-        return f"{self.who} {self.place} {self.number}"
+        return f"{self.kind} {self.who} {self.place} {self.number}"
 
 
 def arm(who: str, places: Mapping[str, Place], *, may_strike: Callable[[str], bool] = lambda place: True) -> None:
@@ -71,7 +71,8 @@ def arm(who: str, places: Mapping[str, Place], *, may_strike: Callable[[str], bo
     if named is None:
         return
     (Path(named) / "networks" / who).write_text(str(hosts.network()))
-    drawn = [Strike(**each) for each in json.loads(Path(named, "strikes.json").read_text())]
+    given = (Strike(**each) for each in json.loads(Path(named, "strikes.json").read_text()))
+    drawn = sorted(given, key=lambda each: each.number)
     for place, (owner, name) in places.items():
         left = [each for each in drawn if (each.who, each.place) == (who, place) and not _has_met(each, Path(named))]
         setattr(owner, name, _watched(getattr(owner, name), Path(named), who, place, left, may_strike))

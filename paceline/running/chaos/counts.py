@@ -5,7 +5,7 @@ written since. That may go back over several givers.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, final
@@ -60,20 +60,43 @@ def _stretches(text: str) -> Mapping[int, list[_Stretch]]:
     return found
 
 
-def holders(told: Told, out: Path) -> set[tuple[str, int]]:
-    """Servers, with key ranges of which they have a copy at the run's end, if they are left: they had one at the start
-    or were given one, and have not let go of it."""
-    held = {
+Holding = tuple[str, int]
+"""A server, and a key range of which it has a copy."""
+
+
+def at_start(told: Told) -> set[Holding]:
+    """Who had which copies before any was given."""
+    return {
         (server, key_range)
         for server, of_server in told.items()
         for key_range, stretches in of_server.items()
         if stretches[0].giver is None
     }
+
+
+def shards(told: Told) -> Mapping[int, set[int]]:
+    """Of each key range."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for of_server in told.values():
+        for key_range, stretches in of_server.items():
+            found[key_range] |= {line.shard for stretch in stretches for line in stretch.lines}
+    return found
+
+
+def holders(start: Set[Holding], out: Path) -> set[Holding]:
+    """Who has which copies at the run's end, if they are left: they had one at the start or were given one, and have
+    not let go of it."""
+    held = set(start)
     for event in read_records(out, EventRecord):
         if event.name in ("copied", "released"):
             change = held.add if event.name == "copied" else held.discard
             change((event.who, int(event.details["key_range"])))
     return held
+
+
+def was_given(told: Told, server: str, key_range: int) -> bool:
+    """Whether this server has written that another one's copy of the key range came to it."""
+    return any(each.giver is not None for each in told.get(server, {}).get(key_range, []))
 
 
 def counted(told: Told, server: str, key_range: int) -> Counter[tuple[int, Gradient]]:

@@ -33,20 +33,22 @@ _Copies = Mapping[_Copy, Counter[Gradient]]
 def counted_alike(folder: Path, whole: Path, strikes: Sequence[Strike]) -> list[str]:
     """Each copy that is left is to be made of all gradients of the undisturbed run, each once."""
     wanted: dict[tuple[int, int], set[Gradient]] = defaultdict(set)
-    for copy, counted in _copies(whole, ()).items():
+    for copy, counted in _copies(whole, whole, ()).items():
         wanted[copy.key_range, copy.shard] |= counted.keys()
-    copies = _copies(folder, strikes)
-    return _otherwise(copies, {copy: wanted[copy.key_range, copy.shard] for copy in copies})
+    copies = _copies(folder, whole, strikes)
+    due = {copy: wanted[copy.key_range, copy.shard] for copy in copies}
+    return _not_given(folder, strikes) + _otherwise(copies, due)
 
 
 def of_samples(folder: Path, whole: Path, strikes: Sequence[Strike], *, unit: Unit, keeps: bool) -> list[str]:
     """Where workers may die, too, each copy that is left is to be made of the same gradients, each once, and these of
     each sample as often as in the undisturbed run, or of fewer where the run says that nobody was left to train on
     them; and there are as many updates as follows, or, if updates keep their samples, as in the undisturbed run."""
-    copies, of_whole = _copies(folder, strikes), _copies(whole, ())
+    copies, of_whole = _copies(folder, whole, strikes), _copies(whole, whole, ())
     gradients = set[Gradient]().union(*copies.values())
-    wrong = _otherwise(copies, dict.fromkeys(copies, gradients))
-    for key_range in sorted({copy.key_range for copy in of_whole} - {copy.key_range for copy in copies}):
+    wrong = _not_given(folder, strikes) + _otherwise(copies, dict.fromkeys(copies, gradients))
+    counting = {copy.key_range for copy, counted in copies.items() if counted}
+    for key_range in sorted({copy.key_range for copy in of_whole} - counting):
         wrong.append(f"nothing counts in key range {key_range} on any server that is left")
     pushed = _pushed(folder)
     for worker, clock in sorted(gradients - pushed.keys()):
@@ -117,15 +119,29 @@ def _otherwise(copies: _Copies, wanted: Mapping[_Copy, set[Gradient]]) -> list[s
     return wrong
 
 
-def _copies(folder: Path, strikes: Sequence[Strike]) -> _Copies:
-    """Which gradients each copy is made of that is left. Servers with copies write that down themselves. Servers
-    without copies write nothing, and none of them may die: the run's records say it."""
+def _not_given(folder: Path, strikes: Sequence[Strike]) -> list[str]:
+    """That the run says of a server that is left that it was given a copy, and the server does not."""
     dead, told = judging.dying(folder, strikes), counts.read(folder / "counted")
+    return [
+        f"{server} is said to have been given a copy of key range {key_range}, and has not written that down"
+        for server, key_range in sorted(counts.holders(set(), folder / "out"))
+        if server not in dead and not counts.was_given(told, server, key_range)
+    ]
+
+
+def _copies(folder: Path, whole: Path, strikes: Sequence[Strike]) -> _Copies:
+    """Which gradients each copy is made of that is left; none where it counts nothing. The undisturbed run says which
+    copies there were at the start, and of which shards. Servers with copies write down themselves what they count.
+    Servers without copies write nothing, and none of them may die: the run's records say it."""
+    of_whole, told = counts.read(whole / "counted"), counts.read(folder / "counted")
+    dead, shards = judging.dying(folder, strikes), counts.shards(of_whole)
     found: dict[_Copy, Counter[Gradient]] = defaultdict(Counter)
-    for server, key_range in counts.holders(told, folder / "out"):
-        for (shard, gradient), times in counts.counted(told, server, key_range).items() if server not in dead else ():
-            found[_Copy(server, key_range, shard)][gradient] += times
-    if not told:
+    for server, key_range in counts.holders(counts.at_start(of_whole), folder / "out"):
+        if server not in dead:
+            found.update({_Copy(server, key_range, shard): Counter() for shard in shards[key_range]})
+            for (shard, gradient), times in counts.counted(told, server, key_range).items():
+                found[_Copy(server, key_range, shard)][gradient] += times
+    if not of_whole:
         for update in read_records(folder / "out", UpdateRecord):
             found[_Copy(f"server-{update.server}", update.server, 0)][update.worker, update.clock] += 1
     return found

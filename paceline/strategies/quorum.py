@@ -178,8 +178,7 @@ class _QuorumSynchronizer(Synchronizer):
         """What the servers have, which a worker that is through with its data need not, and the mean of all buffers. At
         the end this worker has its own again, also in the middle of its round."""
         with self._outer.put_back():
-            if self.context.rank == 0:
-                self._pull()
+            self._pull()
             own = [tensor.clone() for tensor in self._local]
             mix(self._local, self._shared, alpha=0.0)
             try:

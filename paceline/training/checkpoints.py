@@ -237,7 +237,7 @@ class Checkpoints:
         run.iteration, run.steps, run.samples = checkpoint.iteration, mine.steps, mine.samples
         run.clock.set(checkpoint.time_s)
         if prepared.statistics is not None:
-            prepared.statistics.restore()
+            prepared.statistics.restore(rounds=checkpoint.iteration)
         snapshot.load_buffers(prepared.replica.model, mine)
         prepared.synchronizer.restore(checkpoint.optimizer, own, iteration=checkpoint.iteration)
         row_tables.load_rows(run, checkpoint)

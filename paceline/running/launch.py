@@ -328,7 +328,8 @@ def _require_survivable(
             f"strategy {name_of(plan)} cannot go on without a worker that dies so far. With aggregate=mean "
             "--elastic is for all-reduce, local updates (local-sgd, slowmo, diloco, des-loc), gossip, sgp, relay, "
             "noloco, ad-psgd, and for ps-bsp, ps-ssp and ps-asp without backup_workers, torn_reads and combine=always. "
-            "For clients (fed-avg, scaffold, fed-buff, ...) it takes any aggregate but one that remembers what each has sent"
+            "For clients (fed-avg, scaffold, fed-buff, ...) it takes any aggregate but one that remembers what each "
+            "has sent"
         )
     elastic.require_each(lambda number: plan.check(num_workers=number))
     if elastic.global_batch == "keep" and (why := _why_not_kept(plan.traits)):

@@ -229,9 +229,9 @@ def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
         ({"strategy": "ps-ssp", "global_batch": "keep"}, "no global batch is ever complete; use --global-batch grow"),
         (
             {"strategy": "all-reduce:aggregate=median"},
-            "is for all-reduce, local updates .*; all with aggregate=mean",
+            "With aggregate=mean --elastic is for all-reduce, local updates",
         ),
-        ({"strategy": "fed-avg:aggregate=fools-gold"}, "with any aggregate but one that remembers"),
+        ({"strategy": "fed-avg:aggregate=fools-gold"}, "takes any aggregate but one that remembers"),
         ({"strategy": "fed-avg", "global_batch": "keep"}, "a round has the samples of its clients, whoever plays them"),
         (
             {"strategy": "ad-psgd", "elastic": "2:4"},
@@ -242,7 +242,7 @@ def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
             "may come to have 3 workers, for which .*: a hypercube has a power of two .* exponential takes any number",
         ),
         ({"strategy": "gossip", "global_batch": "keep"}, "as many local steps of each worker"),
-        ({"strategy": "local-sgd:aggregate=median"}, "local updates .*; all with aggregate=mean"),
+        ({"strategy": "local-sgd:aggregate=median"}, "With aggregate=mean --elastic is for all-reduce, local updates"),
         (
             {"strategy": "local-sgd", "global_batch": "keep"},
             "as many local steps of each worker.* use --global-batch grow",

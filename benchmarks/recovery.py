@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from peers.deaths import Diary, Recovery, committed, last_step, recoveries, step_s
 from peers.workload import make_model, make_optimizer, train_step
-from report import tell
+from report import load_average, tell
 from rich.table import Table
 from throughput import FixedBatches, whole
 from torch.utils.data import DataLoader
@@ -179,7 +179,7 @@ def tell_joins(args: argparse.Namespace) -> None:
     step_s = statistics.median(step_s for _, step_s in pauses)
     row = (statistics.median(found), min(found), max(found))
     table.add_row(str(len(found)), *(f"{each:.3f}" for each in row), f"{step_s:.3f}")
-    tell([table], {"workload": vars(args), "pause_s": found, "step_s": step_s, "load": _load()})
+    tell([table], {"workload": vars(args), "pause_s": found, "step_s": step_s, "load": load_average()})
 
 
 def tell_deaths(args: argparse.Namespace) -> None:
@@ -188,13 +188,9 @@ def tell_deaths(args: argparse.Namespace) -> None:
     for _ in range(args.runs):
         for name in names:
             found[name].append(measured(name, args))
-            print(f"{name}: {found[name][-1]}, load average {_load()}", file=sys.stderr, flush=True)
+            print(f"{name}: {found[name][-1]}, load average {load_average()}", file=sys.stderr, flush=True)
     table = table_of(found, title=f"SIGKILL to the next step, {args.workers} workers, {args.model}")
-    tell([table], {"workload": vars(args), "recovery_s": found, "load": _load()})
-
-
-def _load() -> str:
-    return ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    tell([table], {"workload": vars(args), "recovery_s": found, "load": load_average()})
 
 
 def main() -> None:

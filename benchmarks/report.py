@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,11 @@ def tell(tables: Sequence[Table], facts: Mapping[str, Any]) -> None:
         console.print(table)
     machine = describe_machine() | {"torch": torch.__version__}
     print(json.dumps({"machine": machine, **facts, "tables": [_as_json(table) for table in tables]}))
+
+
+def load_average() -> str:
+    """Of the last 1, 5 and 15 minutes."""
+    return ", ".join(f"{each:.1f}" for each in os.getloadavg())
 
 
 def markdown(table: Mapping[str, Any]) -> str:

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 
 from peers.deaths import committed
 from recovery import train
-from report import tell
+from report import load_average, tell
 from rich.table import Table
 
 import paceline
@@ -166,10 +165,6 @@ def _have_moved(told: Sequence[Told]) -> bool:
     return "taken_over" in names and time.time() - last_s > ALONE_S
 
 
-def _load() -> str:
-    return ", ".join(f"{each:.1f}" for each in os.getloadavg())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", default=["ps-bsp", "ps-asp"])
@@ -188,12 +183,12 @@ def main() -> None:
     for _ in range(args.rounds):
         for strategy in args.strategies:
             found[strategy].append(one_run(args, strategy))
-            print(strategy, found[strategy][-1], _load(), file=sys.stderr, flush=True)
+            print(strategy, found[strategy][-1], load_average(), file=sys.stderr, flush=True)
     for strategy, runs in found.items():
         values = [[1000 * run.step_s for run in runs], *zip(*(run[1:] for run in runs), strict=True)]
         row = [f"{statistics.median(each):.3g} ({min(each):.3g} to {max(each):.3g})" for each in values]
         table.add_row(strategy, *row)
-    tell([table], {"workload": vars(args), "found": found, "load": _load()})
+    tell([table], {"workload": vars(args), "found": found, "load": load_average()})
 
 
 if __name__ == "__main__":

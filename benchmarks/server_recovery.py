@@ -30,7 +30,7 @@ from typing import Any
 
 from peers.deaths import committed
 from recovery import train
-from report import tell
+from report import load_average, tell
 from rich.table import Table
 
 import paceline
@@ -155,18 +155,14 @@ def tell_costs(args: argparse.Namespace) -> None:
         for _ in range(args.rounds):
             for name, chosen in variants.items():
                 rates[name].append(steps_per_s(ends_of_steps(args, strategy, **chosen, sent=sent[name])[0]))
-                print(strategy, name, rates[name][-1], sent[name][-1], _load(), file=sys.stderr, flush=True)
+                print(strategy, name, rates[name][-1], sent[name][-1], load_average(), file=sys.stderr, flush=True)
         for name in variants:
             shares = [mine / plain for mine, plain in zip(rates[name], rates["neither"], strict=True)]
             row = (statistics.median(shares), min(shares), max(shares))
             step_ms, kilobytes = 1e3 / statistics.median(rates[name]), statistics.median(sent[name]) / 1e3
             table.add_row(strategy, name, f"{step_ms:.1f}", *(f"{each:.2f}" for each in row), f"{kilobytes:.0f}")
         found[strategy] = {"steps_per_s": rates, "bytes_a_step": sent}
-    tell([table], {"workload": vars(args), "found": found, "load": _load()})
-
-
-def _load() -> str:
-    return ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    tell([table], {"workload": vars(args), "found": found, "load": load_average()})
 
 
 def main() -> None:
@@ -195,7 +191,7 @@ def main() -> None:
         row = (measured["step_s"], statistics.median(pauses), min(pauses), max(pauses))
         rates = (statistics.median(shares), min(shares), max(shares))
         table.add_row(strategy, *(f"{each:.3f}" for each in row), *(f"{each:.2f}" for each in rates))
-    tell([table], {"workload": vars(args), "found": found, "load": _load()})
+    tell([table], {"workload": vars(args), "found": found, "load": load_average()})
 
 
 if __name__ == "__main__":

@@ -58,20 +58,20 @@ class GradientViews:
         return sys.getrefcount(self.views[index]) > _REFERENCES or _count_uses(self._storages[index]._cdata) > _USES
 
     def make_way(self, gradients: Sequence[Tensor]) -> None:
-        """What the script keeps leaves, but for gradients that lie here already. One gradient a place."""
+        """Have each view that the script keeps leave, unless it is the gradient that is to lie there."""
         if self._are_any_held():
             for index, gradient in enumerate(gradients):
                 if gradient is not self.views[index] and self.is_kept(index):
                     self.leave(index)
 
     def leave_all(self) -> None:
-        """Whatever lies here next, gradients that are held stay as they are."""
+        """Have all views that are held elsewhere leave, so that others may be laid here."""
         for index in range(len(self.views)):
             if self.is_kept(index):
                 self.leave(index)
 
     def _are_any_held(self) -> bool:
-        """Of a thousand views, this is known in a fifth of the time that one after the other takes."""
+        """Whether any view is. For a thousand views this takes a fifth of the time of `is_kept` for each."""
         if max(map(sys.getrefcount, self.views)) > _REFERENCES_OF_ALL:
             return True
         return max(map(_count_uses, [storage._cdata for storage in self._storages])) > _USES

@@ -32,11 +32,11 @@ class _Pace(NamedTuple):
     """When the channel's thread takes up operations that nobody waits for."""
 
     look_s: float
-    """Nothing more has been asked for since the last look, which was so long ago."""
+    """The thread waits so long between two looks, and begins a round if nothing more was asked for meanwhile."""
     longest_s: float
-    """Looks become rarer up to here."""
+    """This wait doubles from look to look, up to here."""
     enough_bytes: float
-    """So many are worth a round of their own, though more is being asked for."""
+    """The thread begins a round once so many wait, though the script still asks for more."""
 
     @classmethod
     def of(cls, cycle_s: float | None, *, is_crowded: bool) -> "_Pace":

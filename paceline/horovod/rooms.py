@@ -14,7 +14,7 @@ from paceline.horovod.flat import Flat
 from paceline.horovod.requests import Request, dtype_of
 
 _LEAST_BYTES = 2**24
-"""So much is allocated at a time: what nobody has written to takes no memory."""
+"""Ranks allocate at least so much at a time. Pages that nobody has written to take no memory."""
 _MOST_BYTES = 2**32
 """Rooms stay until the end. A script that makes one optimizer after another would fill the memory with them."""
 _ALIGNED_BYTES = 64

@@ -34,7 +34,7 @@ the servers, which lend nothing while it is there."""
 
 
 class Returned(NamedTuple):
-    """What a server learns when it takes its shards back: which gradients workers have applied to them."""
+    """The gradients that workers have applied to a server's shards, as it finds them when it takes these back."""
 
     applied: list[Applied]
     """The gradients applied since they were last looked for."""

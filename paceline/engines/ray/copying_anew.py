@@ -150,5 +150,5 @@ class CopyingAnew:
             self._say(f"server {newcomer} gets no copy of key range {key_range} until servers die or join: {why}")
 
     def _attempts_at(self, chain: Chain) -> tuple[int, int | None, frozenset[int]]:
-        """What attempts to give this newcomer a copy are counted by."""
+        """The key under which failed attempts are counted: key range, newcomer, and who lives."""
         return chain.key_range, chain.newcomer, self._chains().living

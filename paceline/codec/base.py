@@ -113,16 +113,20 @@ class JointCodec(Codec):
         tensors: Sequence[Tensor],
         kept: Tensor,
         *,
+        out: Sequence[Tensor],
         mean: Callable[[Tensor], None],
-        left_out: Callable[[list[Tensor]], None] = lambda tensors: None,
-    ) -> tuple[list[Tensor], Tensor]:
-        """The mean of all workers' tensors, approximately, and what is kept for the next. Arguments are not changed.
+        left_out: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Average all workers' tensors, approximately. Returns what is kept for the next time.
 
         Args:
-            tensors: this worker's, of the shapes that `begin` was given.
+            tensors: this worker's, of the shapes that `begin` was given. They become what the mean will not have of
+                them.
+            kept: what `begin`, or the last call, gave. It is not changed.
+            out: gets the mean, in tensors of the same shapes.
             mean: averages a tensor over all workers, in place.
-            left_out: given what the mean will not have of this worker's tensors, before this one has given the last
-                that others need for it.
+            left_out: called once `tensors` are what is left out, before this worker has given the last that others need
+                for their means.
         """
 
 

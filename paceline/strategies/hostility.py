@@ -54,7 +54,7 @@ class Hostility:
         nothing = raw[:0]
         outgoing = [raw if is_hostile and not self._is_hostile[rank] else nothing for is_hostile in self._is_hostile]
         sizes = [len(raw) if self._is_hostile[rank] and not is_hostile else 0 for is_hostile in self._is_hostile]
-        given = [each for each in Messages(self._collective).all_to_all(outgoing, sizes) if each.numel()]
+        given = [each for each in Messages(self._collective).start_all_to_all(outgoing, sizes)() if each.numel()]
         return torch.stack([each.clone().view(own.dtype) for each in given]) if self._is_hostile[rank] else own[None]
 
 

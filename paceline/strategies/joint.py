@@ -57,11 +57,11 @@ class JointExchange:
         parts = [torch.tensor_split(each, peers.size) for each in values]
         outgoing = [_bytes_of([part[rank] for part in parts]) for rank in range(peers.size)]
         own = [part[peers.rank] for part in parts]
-        raws = peers.all_to_all(outgoing, [outgoing[peers.rank].numel()] * peers.size)
+        raws = peers.start_all_to_all(outgoing, [outgoing[peers.rank].numel()] * peers.size)()
         given = [Contribution(rank, 1.0, "gradient", _read(raw, own)) for rank, raw in enumerate(raws)]
         joined = self._aggregator.aggregate(given, [_wide(part) for part in own], gram=self._gram(given))
         result = [tensor.to(part.dtype) for tensor, part in zip(joined, own, strict=True)]
-        raws = peers.all_to_all([_bytes_of(result)] * peers.size, [raw.numel() for raw in outgoing])
+        raws = peers.start_all_to_all([_bytes_of(result)] * peers.size, [raw.numel() for raw in outgoing])()
         for rank, raw in enumerate(raws):
             theirs = [part[rank] for part in parts]
             for target, tensor in zip(theirs, _read(raw, theirs), strict=True):

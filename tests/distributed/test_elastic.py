@@ -129,7 +129,7 @@ def test_whoever_dies_the_model_is_the_undisturbed_one(tmp_path, ray_here, fault
 @pytest.mark.parametrize(
     ("codec", "call", "within"),
     [
-        ("top-k:codec.ratio=1", "9:{}:Messages.all_to_all", 1e-6),
+        ("top-k:codec.ratio=1", "9:{}:Messages.start_all_to_all", 1e-6),
         ("powersgd:codec.rank=64:codec.least=0:codec.start=0", "17:{}:Messages.average", 0.05),
     ],
 )

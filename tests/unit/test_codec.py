@@ -255,14 +255,14 @@ def averaged(codec: PowerSGD, rounds: list[list[list[Tensor]]]) -> tuple[list[li
     results = []
     for workers in rounds:
         wholes = [[t + m for t, m in zip(*pair, strict=True)] for pair in zip(workers, memories, strict=True)]
-        programs = [functools.partial(codec.average, whole, q) for whole, q in zip(wholes, kept, strict=True)]
-        outcomes = together(programs)
-        results.append(outcomes[0][0])
-        kept = [outcome[1] for outcome in outcomes]
-        memories = [
-            [owed(t - s) for t, s in zip(whole, outcome[0], strict=True)]
-            for whole, outcome in zip(wholes, outcomes, strict=True)
+        outs = [[torch.empty_like(tensor) for tensor in whole] for whole in wholes]
+        programs = [
+            functools.partial(codec.average, whole, q, out=out)
+            for whole, q, out in zip(wholes, kept, outs, strict=True)
         ]
+        kept = together(programs)
+        results.append(outs[0])
+        memories = [[owed(left) for left in whole] for whole in wholes]
     return results, memories
 
 
@@ -339,8 +339,9 @@ def test_powersgd_is_torch_s(tmp_path: Any) -> None:
         if step < 2:
             mine = gradient
         else:
-            (mine,), kept = codec.average([gradient + memory], kept, mean=lambda tensor: None)
-            memory = owed(gradient + memory - mine)
+            mine, left = torch.empty(shape), gradient + memory
+            kept = codec.average([left], kept, out=[mine], mean=lambda tensor: None)
+            memory = owed(left)
         assert float((mine - theirs[step]).abs().max()) <= 1e-4 * float(gradient.abs().max())
 
 

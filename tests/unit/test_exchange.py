@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from paceline.buckets import NONFINITE, Bucket
-from paceline.codec import BF16, FP16, QSGD, Codec, Int8, OneBit, PowerSGD, RandomK, Sign, TopK
+from paceline.codec import BF16, FP16, QSGD, Codec, Int8, OneBit, PowerSGD, RandomK, Sign, TopK, joining
 from paceline.comm.base import Collective
 from paceline.errors import PeerLost
 from paceline.layout import TensorSpec, by_group
@@ -284,3 +284,66 @@ def test_what_the_codec_before_the_first_step_has_left_out_is_owed_among_others_
     left = torch.stack([left for _, left in answers]).mean(0)
     assert left.abs().max() > 0.01
     torch.testing.assert_close(answers[0][0] + left, mean_of(0) + mean_of(1))
+
+
+@pytest.mark.parametrize("codec", [Int8(), Int8(feedback=False), FP16(), BF16()], ids=str)
+def test_several_messages_bring_what_one_does(world: World, codec: Codec) -> None:
+    """Payloads larger than a message, of parts whose last one is shorter, and no bit differs."""
+    for one, several in zip(
+        world.run(averaged_in_pieces, codec, False), world.run(averaged_in_pieces, codec, True), strict=True
+    ):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, several, strict=True))
+
+
+def averaged_in_pieces(collective: Collective, codec: Codec, in_messages: bool) -> list[Tensor]:
+    """The means and the memory of several rounds, of 20 pieces of 256 elements, in messages of about two or in one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joining, "PIECE_ELEMENTS", 256)
+        patch.setattr(joining, "MESSAGE_BYTES", 512 if in_messages else 1 << 20)
+        sent: list[int] = []
+        start = Messages.start_all_to_all
+        patch.setattr(Messages, "start_all_to_all", lambda *args: sent.append(1) or start(*args))
+        flat = torch.zeros(20 * 256 - 100)
+        bucket = Bucket(flat, flat, flat[:0])
+        exchange = Exchange(collective, [bucket], coding=Coding(codec))
+        rounds = []
+        for number in range(3):
+            chance = torch.Generator().manual_seed(10 * number + collective.rank)
+            bucket.values.copy_(torch.randn(flat.numel(), generator=chance))
+            exchange.start(0, step=number).wait()
+            exchange.settle(is_applied=True)
+            rounds.append(flat.clone())
+        assert len(sent) > 6 if in_messages else len(sent) == 6
+        return rounds + [state.tensor for state in exchange.own_state().values()]
+
+
+class _Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("num_starts", [1, 2, 3])
+def test_what_is_left_is_kept_before_the_last_message(num_starts: int) -> None:
+    """Who breaks off in the midst of its messages has not left out anything, as nobody has its gradient."""
+    codec, values = Int8(), torch.randn(8 * 256)
+    regions = [joining.Region(0, (values.numel(),))]
+
+    class Peers:
+        rank, size, starts = 0, 2, 0
+
+        def average(self, tensor: Tensor) -> None:
+            raise AssertionError
+
+        def start_all_to_all(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+            self.starts += 1
+            if self.starts > num_starts:
+                raise _Broken
+            return lambda: list(tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joining, "PIECE_ELEMENTS", 256)
+        patch.setattr(joining, "MESSAGE_BYTES", 520)
+        kept = joining.beginnings(codec, regions, values, rank=0, size=2, seed=0)
+        now: dict[str, Tensor] = {}
+        with pytest.raises(_Broken):
+            joining.join(codec, Peers(), values.clone(), kept, now, regions=regions, path=(0,), seed=0)
+    assert ("left" in now) == (num_starts >= 1)

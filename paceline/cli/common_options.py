@@ -31,6 +31,14 @@ Cluster = Annotated[
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Use a Ray cluster that takes work from anybody, without a token.")
 ]
+Env = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env",
+        help="A variable of workers and servers, with this value or the one here; may be repeated.",
+        metavar="NAME[=VALUE]",
+    ),
+]
 EvalEvery = Annotated[
     str | None,
     typer.Option(

@@ -59,6 +59,7 @@ def compare(
         str | None, typer.Option(help="Address of a Ray cluster (default: RAY_ADDRESS; else one is started here).")
     ] = None,
     insecure: common_options.Insecure = False,
+    env: common_options.Env = None,
     out: Annotated[
         Path | None, typer.Option(help="The study's directory; an interrupted one is gone on with.", show_default=False)
     ] = None,
@@ -130,6 +131,7 @@ def spec_of(given: Mapping[str, Any]) -> StudySpec:
         checkpoint_every=given["checkpoint_every"],
         address=given["address"],
         insecure=given["insecure"],
+        environment=tuple(given["env"] or ()),
     )
 
 

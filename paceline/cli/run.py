@@ -1,8 +1,6 @@
 """`paceline run`: train one script under one strategy."""
 
-import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -15,6 +13,7 @@ from paceline.elastic.spec import GlobalBatch
 from paceline.engines.scripting import read_script
 from paceline.errors import RunFailed, UsageError
 from paceline.lab.tracking import Tracking
+from paceline.running.variables import variables
 from paceline.running.watching import ProgressLine
 
 _NOTHING_TRAINED = (
@@ -58,13 +57,7 @@ def run(
         typer.Option(help="Address of a Ray cluster (default: RAY_ADDRESS; else one is started here for the run)."),
     ] = None,
     insecure: common_options.Insecure = False,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A variable of workers and servers, with this value or the one here; may be repeated.",
-            metavar="NAME[=VALUE]",
-        ),
-    ] = None,
+    env: common_options.Env = None,
     max_steps: Annotated[int | None, typer.Option(help="End after so many iterations.")] = None,
     max_time: Annotated[float | None, typer.Option(help="End after so many seconds of training.")] = None,
     eval_every: common_options.EvalEvery = None,
@@ -155,7 +148,7 @@ def run(
     config = RunConfig(max_steps=max_steps)
     targets = in_order(map(Target.parse, target or ()))
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))
-    environment = _variables(env or ())
+    environment = variables(env or ())
     program = read_script(script, arguments or (), may_alias=alias)
     for name in program.aliases:
         console.print(f"{name} is not installed: Paceline stands in for it (--no-alias: it does not)", highlight=False)
@@ -240,19 +233,6 @@ def run(
         console.print(_ONE_ROUND.format(alone.details["steps"]), markup=False, highlight=False, soft_wrap=True)
     if timeline:
         Console(soft_wrap=True).print(f"Timeline: {_timeline_of(result.directory)}", markup=False, highlight=False)
-
-
-def _variables(given: Sequence[str]) -> dict[str, str]:
-    """By name. Raises UsageError for one that has no name or value."""
-    found = {}
-    for text in given:
-        name, is_set, value = text.partition("=")
-        if not name:
-            raise UsageError(f"--env {text!r} is not as in NAME=VALUE")
-        if not is_set and name not in os.environ:
-            raise UsageError(f"--env {name}: it is not set here; give its value, as in --env {name}=VALUE")
-        found[name] = value if is_set else os.environ[name]
-    return found
 
 
 def _timeline_of(directory: Path) -> str:

@@ -30,6 +30,7 @@ from paceline.lab.frames import FAILED, FINISHED
 from paceline.lab.spec import StudySpec, Trial
 from paceline.records import EventRecord, read_records, record_path
 from paceline.running import launch
+from paceline.running.variables import variables
 
 TRIALS = "trials"
 OUTCOME_FILE = "trial.json"
@@ -271,6 +272,7 @@ def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watc
         cluster=spec.cluster.content if spec.cluster is not None else None,
         address=spec.address,
         insecure=spec.insecure,
+        environment=variables(spec.environment),
         max_steps=spec.max_steps,
         max_time_s=spec.max_time_s,
         eval_every=spec.eval_every,

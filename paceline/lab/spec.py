@@ -22,6 +22,7 @@ from paceline.lab.variant import Variant
 from paceline.lab.virtual_cluster import VirtualCluster
 from paceline.running import launch
 from paceline.running.checks import check_metric
+from paceline.running.variables import variables
 from paceline.strategies.base import Strategy
 from paceline.strategies.hostility import require_attackable
 
@@ -122,6 +123,8 @@ class StudySpec:
     """Address of a Ray cluster; none: one is started on this machine. A study may go on at another address."""
     insecure: bool = False
     """The cluster may be one that takes work from anybody, without a token."""
+    environment: tuple[str, ...] = ()
+    """Variables of workers and servers, as `NAME=VALUE`, or `NAME` for the value where the study is run."""
 
     def __post_init__(self) -> None:
         for name in _EXTENSIBLE:
@@ -134,6 +137,7 @@ class StudySpec:
         if min(self.workers) < 1:
             raise UsageError(f"workers must be at least 1, not {min(self.workers)}")
         launch.check_engine(self.engine, cluster=self.cluster, address=self.address)
+        launch.check_environment(self.engine, self.environment)
         if self.eval_every is not None:
             object.__setattr__(self, "eval_every", str(Interval.parse(self.eval_every)))
         for seed in self.seeds:
@@ -173,6 +177,7 @@ class StudySpec:
         if not isinstance(script, str | Path):
             raise UsageError(f"a study takes the path of a script, not {script!r}; functions are for paceline.run")
         program = read_script(script, arguments)
+        variables(settings.get("environment", ()))
         targets = _targets(target)
         if eval_every is None and targets:
             eval_every = int(DEFAULT_EVAL_EVERY.every)
@@ -289,6 +294,7 @@ class StudySpec:
             lists = {"arguments": tuple(plain["arguments"]), **{name: tuple(plain[name]) for name in _EXTENSIBLE}}
             lists["attacks"] = tuple(plain.get("attacks", ()))
             lists["tune"] = tuple(plain.get("tune", ()))
+            lists["environment"] = tuple(plain.get("environment", ()))
             lists["passed_targets"] = tuple(plain.get("passed_targets", ()))
             lists["strategies"] = tuple(Variant.parse(text) for text in plain["strategies"])
             cluster = VirtualCluster(**plain["cluster"]) if plain.get("cluster") is not None else None
@@ -327,6 +333,7 @@ class StudySpec:
             *(part for target in self.targets for part in ("--target", target)),
             *(part for tuned in self.tune for part in ("--tune", tuned)),
             *(part for attack in self.attacks for part in ("--attack", attack)),
+            *(part for variable in self.environment for part in ("--env", variable)),
             *(["--insecure"] if self.insecure else []),
             *(["--", *self.arguments] if self.arguments else []),
         ]

@@ -3,7 +3,7 @@
 import gc
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -155,8 +155,7 @@ def run(
     plan.check(num_workers=workers)
     check_engine(engine, cluster=cluster, address=address)
     virtual = cluster_file.load(cluster) if isinstance(cluster, str | Path) else cluster
-    if environment and virtual is not None:
-        raise UsageError("--env is for processes that are started; a simulated run has this one's variables")
+    check_environment(engine, environment or ())
     survives = elastic_of(
         elastic, global_batch, replace, default="keep" if plan.traits.when_elastic.lock_step else "grow"
     )
@@ -378,6 +377,12 @@ def _program(program: str | Path | Program, arguments: Sequence[str]) -> Program
     if arguments:
         raise UsageError("arguments go with a script's path; for a function, use functools.partial")
     return program
+
+
+def check_environment(engine: str, variables: Collection[str]) -> None:
+    """Raises UsageError for variables of processes where none are started."""
+    if variables and engine == "virtual":
+        raise UsageError("--env is for processes that are started; a simulated run has this one's variables")
 
 
 def own_environment() -> dict[str, str]:

@@ -23,6 +23,7 @@ class Machine:
     def __init__(self) -> None:
         self.started: list[str] = []
         self.sources: list[str] = []
+        self.environments: list[dict[str, str]] = []
         self.num_connections = 0
         self.addresses: list[str | None] = []
         self.fault: Callable[[str], None] = lambda name: None
@@ -37,6 +38,7 @@ class Machine:
         name = f"{name_of(strategy)}-n{workers}-s{seed}"
         self.started.append(name)
         self.sources.append(script.source)
+        self.environments.append(settings["environment"])
         assert not out.exists()
         write_trial(out, reaching(10.0 / workers + seed), workers=workers)
         (out / "trial.json").unlink()

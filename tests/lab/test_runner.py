@@ -47,6 +47,14 @@ def test_every_trial_is_run_once_on_one_connection(machine: Machine, run: Callab
     pd.testing.assert_frame_equal(again.frames.summary, study.frames.summary)
 
 
+def test_workers_of_each_trial_have_the_variables_that_are_named(
+    machine: Machine, run: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLOUR", "blue")
+    run(environment=["COLOUR", "SIZE=a=7"])
+    assert machine.environments == [{"COLOUR": "blue", "SIZE": "a=7"}] * len(ORDER)
+
+
 def test_a_failed_trial_keeps_its_reason_and_the_others_go_on(machine: Machine, run: Callable[..., Study]) -> None:
     def fault(name: str) -> None:
         if name == "ps-bsp-n1-s0":

@@ -179,6 +179,7 @@ COUNTS = st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True).map(t
     max_time_s=st.none() | st.floats(0.1, 1e6),
     eval_every=st.none() | st.integers(1, 1000),
     deadline_s=st.sampled_from([300.0, 60.0]),
+    environment=st.lists(st.sampled_from(["HOME", "A=1", "B=x y=z"]), unique=True).map(tuple),
 )
 def test_json_and_the_command_line_say_it_all(**settings: Any) -> None:
     chosen = spec(**settings)
@@ -186,8 +187,18 @@ def test_json_and_the_command_line_say_it_all(**settings: Any) -> None:
     command = chosen.command(out="o u t")
     assert shlex.split(shlex.join(command)) == command
     assert parse_seeds(command[command.index("--seeds") + 1]) == chosen.seeds
+    assert tuple(command[at + 1] for at, part in enumerate(command) if part == "--env") == chosen.environment
     assert ("--deadline" in command) == (chosen.deadline_s != RunConfig.deadline_s)
     assert len({trial.id for trial in chosen.trials}) == len(chosen.trials)
+
+
+def test_variables_of_workers_are_set_here_or_given_and_change_a_study(script: Path) -> None:
+    with pytest.raises(UsageError, match="NOWHERE_SET: it is not set here"):
+        create(script, environment=("NOWHERE_SET",))
+    with pytest.raises(UsageError, match="for processes that are started"):
+        create(script, environment=("A=1",), engine="virtual", cluster="lab-1gbe")
+    with pytest.raises(UsageError, match="environment"):
+        create(script, environment=("A=1",)).require_same_study(create(script, environment=("A=2",)))
 
 
 def test_what_is_no_spec() -> None:

@@ -52,7 +52,7 @@ class GradientViews:
         self.views = list(map(_in_own_storage, views))
         self._memory = memory
         self._storages = [view.untyped_storage() for view in self.views]
-        self._counted = [storage._cdata for storage in self._storages]  # of a thousand, asking takes 60 us
+        self._counted = [storage._cdata for storage in self._storages]  # of a thousand, asking anew takes 45 us
 
     def is_kept(self, index: int) -> bool:
         """Whether the script holds the view or shares its storage. The caller must not hold it."""

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from report import tell
@@ -34,6 +35,14 @@ ONE, EACH, NEW, GROUP, OPTIMIZER, FRESH = (
     "an optimizer of 1,000 parameters",
     "the same, after `zero_grad()` has set all to none",
 )
+
+
+class Form(NamedTuple):
+    """One way to have a step's tensors reduced."""
+
+    run: Callable[[], None]
+    prepare: Callable[[], None] = lambda: None
+    """What backward does before; it is not timed."""
 
 
 def main() -> None:
@@ -56,23 +65,25 @@ def be_rank(*, num_rounds: int, is_profiled: bool) -> None:
     forms = make_forms()
     for _ in range(3):
         for form in forms.values():
-            form()
+            form.prepare()
+            form.run()
     if is_profiled:
-        profile(forms[EACH], num_rounds=num_rounds)
+        profile(forms[EACH].run, num_rounds=num_rounds)
         return
     times_s: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
     for _ in range(num_rounds):
         for name, form in forms.items():
+            form.prepare()
             hvd.barrier()
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
-            form()
+            form.run()
             times_s[name].append((time.perf_counter() - began_s, time.process_time() - began_cpu_s))
     everyone = hvd.allgather_object(times_s)
     if hvd.rank() == 0:
         show(everyone)
 
 
-def make_forms() -> dict[str, Callable[[], None]]:
+def make_forms() -> dict[str, Form]:
     whole = torch.ones(NUM_TENSORS * NUM_FLOATS)
     parts = [torch.ones(NUM_FLOATS) for _ in range(NUM_TENSORS)]
     names = [f"part {number}" for number in range(NUM_TENSORS)]
@@ -93,18 +104,17 @@ def make_forms() -> dict[str, Callable[[], None]]:
         for handle in handles:
             hvd.synchronize(handle)
 
-    def fresh() -> None:
+    def put_gradients() -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        optimizer.synchronize()
 
     return {
-        ONE: lambda: hvd.synchronize(hvd.allreduce_async_(whole, name="whole")),
-        EACH: each,
-        NEW: new,
-        GROUP: lambda: hvd.synchronize(hvd.grouped_allreduce_async_(parts, name="group")),
-        OPTIMIZER: lambda: optimizer.synchronize(),
-        FRESH: fresh,
+        ONE: Form(lambda: hvd.synchronize(hvd.allreduce_async_(whole, name="whole"))),
+        EACH: Form(each),
+        NEW: Form(new),
+        GROUP: Form(lambda: hvd.synchronize(hvd.grouped_allreduce_async_(parts, name="group"))),
+        OPTIMIZER: Form(lambda: optimizer.synchronize()),
+        FRESH: Form(lambda: optimizer.synchronize(), prepare=put_gradients),
     }
 
 

@@ -52,10 +52,11 @@ class GradientViews:
         self.views = list(map(_in_own_storage, views))
         self._memory = memory
         self._storages = [view.untyped_storage() for view in self.views]
+        self._counted = [storage._cdata for storage in self._storages]  # of a thousand, asking anew takes 45 us
 
     def is_kept(self, index: int) -> bool:
         """Whether the script holds the view or shares its storage. The caller must not hold it."""
-        return sys.getrefcount(self.views[index]) > _REFERENCES or _count_uses(self._storages[index]._cdata) > _USES
+        return sys.getrefcount(self.views[index]) > _REFERENCES or _count_uses(self._counted[index]) > _USES
 
     def make_way(self, gradients: Sequence[Tensor]) -> None:
         """Have each view that the script keeps leave, unless it is the gradient that is to lie there."""
@@ -74,7 +75,7 @@ class GradientViews:
         """Whether any view is. For a thousand views this takes a fifth of the time of `is_kept` for each."""
         if max(map(sys.getrefcount, self.views)) > _REFERENCES_OF_ALL:
             return True
-        return max(map(_count_uses, [storage._cdata for storage in self._storages])) > _USES
+        return max(map(_count_uses, self._counted)) > _USES
 
     def leave(self, index: int) -> None:
         """The view is the script's from here on, in memory of its own; a new one is in its place."""
@@ -85,6 +86,7 @@ class GradientViews:
             kept.data = elsewhere
             return
         storage, self._storages[index] = self._storages[index], elsewhere.untyped_storage()
+        self._counted[index] = self._storages[index]._cdata
         _swap(storage, self._storages[index])
         view.data = elsewhere
         # An array of numpy's that the script has made of it has not moved: the memory stays for as long.

@@ -1,15 +1,13 @@
 """One process set's operations under way: who drives them, and when ranks say what is new."""
 
+import itertools
 import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
-
-from torch import Tensor
+from typing import NamedTuple, final
 
 from paceline.comm.base import Collective
 from paceline.errors import PacelineError
@@ -17,6 +15,7 @@ from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import Batch, Executor
 from paceline.horovod.ledger import Ledger
 from paceline.horovod.negotiation import Negotiator, News
+from paceline.horovod.operation import Operation
 from paceline.horovod.requests import Request
 from paceline.horovod.rooms import Room
 from paceline.horovod.settings import Settings
@@ -46,32 +45,6 @@ class _Pace(NamedTuple):
             return cls(_CROWDED_S, _CROWDED_S, math.inf)
         cycle_s = _CYCLE_S if cycle_s is None else cycle_s
         return cls(cycle_s, _LONGEST_CYCLES * cycle_s, 2**20)
-
-
-@dataclass(eq=False, slots=True)
-class Operation:
-    """What one rank has asked for."""
-
-    request: Request
-    tensors: Sequence[Tensor] = ()
-    outputs: Sequence[Tensor] | None = None
-    """Where the results go; none: what comes of it are new tensors."""
-    is_group: bool = False
-    """Whether the script gets a list."""
-    shapes: tuple[tuple[int, ...], ...] = ()
-    """The tensors' shapes, where they are not the request's: in an all-reduce, one tensor may hold all of its
-    request's."""
-    splits: tuple[int, ...] = ()
-    """For alltoall: how many rows each rank gets."""
-    run: Callable[[Collective], Any] | None = None
-    """For a meeting: what all ranks do there."""
-    finish: Callable[[Any], Any] | None = None
-    """Makes of a tensor's result what the script gets."""
-
-    result: Any = field(default=None, init=False)
-    error: Exception | None = field(default=None, init=False)
-    is_over: bool = field(default=False, init=False)
-    asked_s: float = field(default=0.0, init=False)
 
 
 @final
@@ -131,15 +104,16 @@ class Channel:
             HorovodInternalError: an earlier one has ended the channel.
         """
         request = operation.request
+        name = request.name
         with self._lock:
-            self._require_open()
-            if request.name in self._asked:
+            if self._is_closed or self._failure is not None:
+                raise self._refusal()
+            if name in self._asked:
                 raise ValueError(
-                    f"{request.name!r} is under way on this rank already; wait for it, or give this operation another "
-                    "name"
+                    f"{name!r} is under way on this rank already; wait for it, or give this operation another name"
                 )
             operation.asked_s, before_bytes = time.monotonic(), self._new_bytes
-            self._asked[request.name] = operation
+            self._asked[name] = operation
             self._new.append(operation)
             self._new_bytes += request.num_bytes
             if self._timeline.is_on:
@@ -174,7 +148,8 @@ class Channel:
     def join(self) -> int:
         """Take part with zeros until all ranks have joined; the rank that came last."""
         with self._lock:
-            self._require_open()
+            if self._is_ended:
+                raise self._refusal()
             self._has_joined, self._last_joined = True, None
         with self._ledger.waiting(), self._at_the_wheel():
             while self._last_joined is None:
@@ -294,7 +269,7 @@ class Channel:
 
     def _do(self, batch: Batch) -> None:
         with self._lock:
-            operations = [self._asked.pop(name, None) for name in batch.names]
+            operations = [*map(self._asked.pop, batch.names, itertools.repeat(None))]
         mine = [operation for operation in operations if operation is not None]
         error = batch.ready[0].error
         if error is not None:
@@ -331,16 +306,16 @@ class Channel:
             operation.error = self._failure
         self._end(ended)
 
-    def _require_open(self) -> None:
+    def _refusal(self) -> HorovodInternalError:
+        """Why nothing can be asked for any more."""
         if self._is_closed:
-            raise HorovodInternalError("Horovod has been shut down on this rank")
-        if self._failure is not None:
-            raise HorovodInternalError(f"an earlier operation has failed: {self._failure}")
+            return HorovodInternalError("Horovod has been shut down on this rank")
+        return HorovodInternalError(f"an earlier operation has failed: {self._failure}")
 
     def _say_goodbye(self) -> None:
         self.collective.set_deadline(_LEAVE_WITHIN_S)
         try:
-            said = self.collective.all_gather_object(self._negotiator.news((), is_leaving=True).as_plain())
+            said = self.collective.all_gather_object(self._negotiator.news([], is_leaving=True).as_plain())
             if not all(News.from_plain(each).is_leaving for each in said):
                 return
             self.collective.barrier()

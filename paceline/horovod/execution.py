@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from paceline.comm.base import Collective, ReduceOp, Work
 from paceline.horovod.adasum import adasum
 from paceline.horovod.flat import Flat
 from paceline.horovod.negotiation import Due, Ready
+from paceline.horovod.operation import Operation
 from paceline.horovod.requests import (
     ALLGATHER,
     ALLREDUCE,
@@ -24,9 +25,6 @@ from paceline.horovod.requests import (
 )
 from paceline.horovod.rooms import Room, Rooms
 from paceline.horovod.timeline import Timeline
-
-if TYPE_CHECKING:
-    from paceline.horovod.channel import Operation
 
 ADASUM = "adasum"
 _MOST_PLANS = 64
@@ -117,7 +115,7 @@ class Executor:
             yield Batch(batch)
 
     @torch.no_grad()
-    def run(self, batch: Batch, operations: "Sequence[Operation | None]") -> None:
+    def run(self, batch: Batch, operations: Sequence[Operation | None]) -> None:
         """Do it. An operation that is none is another rank's alone: this one has joined."""
         if self._timeline.is_on:
             for ready in batch.ready:
@@ -137,24 +135,17 @@ class Executor:
         elif operation is not None:
             operation.result = [self._do[kind](operation, tensor) for tensor in operation.tensors]
 
-    def _all_reduce(self, batch: Batch, operations: "Sequence[Operation | None]") -> None:
+    def _all_reduce(self, batch: Batch, operations: Sequence[Operation | None]) -> None:
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         shapes: list[tuple[int, ...]] = []
         for ready, mine in zip(batch.ready, operations, strict=True):
-            if mine is None:
-                zeros = _zeros(ready)
-                inputs += zeros
-                outputs += zeros
-                shapes += ready.request.shapes
-                continue
-            result = mine.outputs
-            if result is None:
-                result = [torch.empty_like(each) for each in mine.tensors]
-            mine.result = result
-            inputs += mine.tensors
-            outputs += result
-            shapes += mine.shapes or ready.request.shapes
+            each = mine or _with_zeros(ready)
+            if each.outputs is None:
+                each.outputs = [*map(torch.empty_like, each.tensors)]
+            inputs += each.tensors
+            outputs += each.outputs
+            shapes += each.shapes or ready.request.shapes
         request = batch.ready[0].request
         if request.op == ADASUM:
             found = [adasum(scaled(tensor, request.prescale), self._collective) for tensor in inputs]
@@ -164,10 +155,10 @@ class Executor:
         else:
             for dtype in map(dtype_of, batch.dtypes):
                 chosen = [pair for pair in zip(inputs, outputs, strict=True) if pair[0].dtype == dtype]
-                those, results = zip(*chosen, strict=True)
+                those, results = map(list, zip(*chosen, strict=True))
                 self._reduce(batch, those, results, tuple(tuple(each.shape) for each in those))
 
-    def _reduce_in_rooms(self, batch: Batch, operations: "Sequence[Operation | None]") -> None:
+    def _reduce_in_rooms(self, batch: Batch, operations: Sequence[Operation | None]) -> None:
         """Each where it lies, if its rank has laid it into its room; what another has there has left it before."""
         under_way: list[tuple[Room, Operation | None]] = []
         for ready, mine in zip(batch.ready, operations, strict=True):
@@ -187,12 +178,10 @@ class Executor:
             work.wait()
         for room, mine in under_way:
             _scale(room.flat.whole, room.request.postscale)
-            if mine is not None:
-                if mine.tensors[0] is not room.flat.whole:
-                    mine.tensors[0].copy_(room.flat.whole)
-                mine.result = mine.tensors
+            if mine is not None and mine.tensors[0] is not room.flat.whole:
+                mine.tensors[0].copy_(room.flat.whole)
 
-    def _reduce(self, batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor], shapes: _Shapes) -> None:
+    def _reduce(self, batch: Batch, inputs: list[Tensor], outputs: list[Tensor], shapes: _Shapes) -> None:
         """Tensors of one dtype, together. All ranks give as many numbers, however they are cut."""
         request = batch.ready[0].request
         plan = self._plan(inputs[0].dtype, request.op, shapes)
@@ -203,7 +192,8 @@ class Executor:
         _scale(whole, request.prescale)
         plan.start().wait()
         _scale(whole, request.postscale)
-        torch._foreach_copy_(list(outputs), plan.flat.views)
+        with torch.inference_mode():  # in which autograd's part is left out of each copy, 50 of 360 ns
+            torch._foreach_copy_(outputs, plan.flat.views)
 
     def _plan(self, dtype: torch.dtype, op: str, shapes: _Shapes) -> _Plan:
         key = (dtype, op, shapes)
@@ -227,21 +217,21 @@ class Executor:
             self._plans.clear()
         return self._buffer[:num_bytes]
 
-    def _all_gather(self, operation: "Operation", tensor: Tensor) -> Tensor:
+    def _all_gather(self, operation: Operation, tensor: Tensor) -> Tensor:
         return torch.cat(self._collective.all_gather(tensor.cpu()))
 
-    def _broadcast(self, operation: "Operation", tensor: Tensor) -> Tensor:
+    def _broadcast(self, operation: Operation, tensor: Tensor) -> Tensor:
         (target,) = operation.outputs or [tensor]
         if target is not tensor:
             target.copy_(tensor)
         self._collective.broadcast(target, root=self._ranks.index(operation.request.root))
         return target
 
-    def _all_to_all(self, operation: "Operation", tensor: Tensor) -> tuple[Tensor, Tensor]:
+    def _all_to_all(self, operation: Operation, tensor: Tensor) -> tuple[Tensor, Tensor]:
         parts = self._collective.all_to_all(list(tensor.split(list(operation.splits))))
         return torch.cat(parts), torch.tensor([len(part) for part in parts], dtype=torch.int32)
 
-    def _reduce_scatter(self, operation: "Operation", tensor: Tensor) -> Tensor:
+    def _reduce_scatter(self, operation: Operation, tensor: Tensor) -> Tensor:
         """The first ranks get a row more where rows cannot be divided evenly."""
         request = operation.request
         least, more = divmod(len(tensor), len(self._ranks))
@@ -274,6 +264,7 @@ def _goes_with(first: Ready, ready: Ready) -> bool:
     )  # fmt: skip
 
 
-def _zeros(ready: Ready) -> list[Tensor]:
-    """What a rank that has joined gives."""
-    return [torch.zeros(each.shape, dtype=dtype_of(each.dtype)) for each in ready.request.members]
+def _with_zeros(ready: Ready) -> Operation:
+    """What a rank that has joined gives, in the place of its own operation."""
+    zeros = [torch.zeros(each.shape, dtype=dtype_of(each.dtype)) for each in ready.request.members]
+    return Operation(ready.request, zeros, zeros)

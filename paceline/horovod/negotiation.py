@@ -8,13 +8,13 @@ alike is due where their words agree, which costs the same for one operation as 
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 from paceline.horovod.requests import ALLREDUCE, BARRIER, Request, difference
 
-_MOST_AGREED = 256
-"""Rounds whose outcome is kept."""
+_MOST_AGREED, _MOST_SAID = 256, 64
+"""Rounds whose outcome is kept, and those of which it is kept what this rank has said."""
 
 
 @final
@@ -82,6 +82,7 @@ class Negotiator:
         self._numbers: dict[Request, int] = {}
         self._latest: dict[str, tuple[Request, int]] = {}  # by name, so that the same object is found without a hash
         self._remembered: list[Request] = []
+        self._said: dict[str, tuple[list[Request], int]] = {}  # by the first one's name: the last ones, and their bits
         self._num_forms: dict[str, int] = {}  # by name, how many remembered requests have it
         self._shared: dict[str, int] = {}  # by name, numbers that all ranks have asked for alike
         self._shared_bits = 0
@@ -93,8 +94,12 @@ class Negotiator:
         self.is_leaving: set[int] = set()
         """Ranks that have said that they leave."""
 
-    def news(self, requests: Iterable[Request], *, has_joined: bool = False, is_leaving: bool = False) -> News:
+    def news(self, requests: list[Request], *, has_joined: bool = False, is_leaving: bool = False) -> News:
         """What a rank says of these requests."""
+        first = requests[0].name if requests else ""
+        said, known = self._said.get(first, (None, 0))
+        if requests == said:  # as in the step before: of a thousand this takes 6 us, and looking up each one 160
+            return News(known, (), has_joined, is_leaving)
         known, new = 0, []
         for request in requests:
             latest = self._latest.get(request.name)
@@ -107,6 +112,10 @@ class Negotiator:
             else:
                 self._latest[request.name] = (request, number)
                 known |= 1 << number
+        if not new:
+            if len(self._said) >= _MOST_SAID:
+                self._said.clear()
+            self._said[first] = requests, known
         return News(known, tuple(new), has_joined, is_leaving)
 
     def hear(self, everyone: Sequence[News]) -> Due:

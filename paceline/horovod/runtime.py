@@ -14,9 +14,10 @@ from paceline.engines.world import World, alone, current, enter
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError
 from paceline.horovod import line as lines
 from paceline.horovod import reporting, worker_line
-from paceline.horovod.channel import Channel, Operation
+from paceline.horovod.channel import Channel
 from paceline.horovod.elastic_jobs.joining import join as join_elastic
 from paceline.horovod.ledger import Ledger
+from paceline.horovod.operation import Operation
 from paceline.horovod.recording import Recorder, Standing
 from paceline.horovod.requests import MEETING, Request
 from paceline.horovod.settings import Settings

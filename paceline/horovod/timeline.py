@@ -13,6 +13,8 @@ class Timeline:
     """Writes events while a file is open. Rank 0 alone has one."""
 
     def __init__(self) -> None:
+        self.is_on = False
+        """Whether a file is open."""
         self._file: TextIO | None = None
         self._marks_cycles = False
         self._lock = threading.Lock()
@@ -26,6 +28,7 @@ class Timeline:
             self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # open until stop
             self._marks_cycles, self._rows, self._began_ns = marks_cycles, {}, time.perf_counter_ns()
             self._file.write("[\n")
+            self.is_on = True
             since_us = time.time_ns() // 1000  # noqa: TID251 - it is to be the epoch's
             self._write({"name": "start", "ph": "M", "args": {"start_time_since_epoch_in_micros": since_us}}, sep="")
 
@@ -34,11 +37,7 @@ class Timeline:
             if self._file is not None:
                 self._file.write("\n]\n")
                 self._file.close()
-                self._file = None
-
-    @property
-    def is_on(self) -> bool:
-        return self._file is not None
+                self._file, self.is_on = None, False
 
     def asked(self, request: Request) -> None:
         self._event(request, f"NEGOTIATE_{request.kind.upper()}", "B")

@@ -198,3 +198,20 @@ def test_so_many_requests_are_remembered_and_made_up_names_never() -> None:
     known = negotiator.news(asked)
     assert known.known == 0b111
     assert known.requests == (made_up, ask_group("h", (2,), (3,)), ask("c"))
+
+
+def test_what_was_said_before_is_said_again_only_of_the_same_requests() -> None:
+    """One name has another shape, one is new, one is missing, or the order differs."""
+    ranks = Ranks(1)
+    asked = [ask("a"), ask("b"), ask("c")]
+    ranks.round(asked)
+    ranks.round([ask("b", shape=(7,))])
+    negotiator = ranks.negotiators[0]
+    for _ in range(2):
+        assert negotiator.news([*asked]) == News(0b111)
+        assert negotiator.news([ask("a"), ask("b"), ask("c")]) == News(0b111)
+        assert negotiator.news([ask("a"), ask("b", shape=(7,)), ask("c")]) == News(0b1101)
+        assert negotiator.news([*asked, ask("d")]) == News(0b111, (ask("d"),))
+        assert negotiator.news(asked[:2]) == News(0b011)
+        assert negotiator.news([*reversed(asked)], has_joined=True) == News(0b111, has_joined=True)
+        assert negotiator.news([]) == News()

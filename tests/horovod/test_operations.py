@@ -116,7 +116,8 @@ def _use_groups(rank: int) -> dict[str, bool]:
         hvd.synchronize(hvd.allreduce_async_(mine, op=hvd.Sum, process_set=pair))
     hvd.remove_process_set(pair)
     first = torch.full((2,), rank + 5.0)
-    hvd.synchronize(hvd.broadcast_async_(first, 1))
+    handle = hvd.broadcast_async_(first, 1)
+    hvd.synchronize(handle)
     halved = hvd.allreduce(torch.tensor([3, 4]), op=hvd.Sum, prescale_factor=0.5, postscale_factor=1 / size)
     return {
         "sum": all(bool((each == total).all()) for each in summed),
@@ -133,7 +134,7 @@ def _use_groups(rank: int) -> dict[str, bool]:
         "pair": about == ([0, 1], 2, rank < 2, rank) and mine.tolist() == [1.0 if rank < 2 else rank] * 2,
         "second's": first.tolist() == [6.0, 6.0],
         "whole numbers are cut": halved.tolist() == [1, 2],
-        "what was waited for is gone": hvd.synchronize(0) is None,
+        "what was waited for is gone": hvd.synchronize(handle) is None,
     }
 
 

@@ -41,8 +41,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start to reduce a tensor over all ranks, into a new one."""
-    about = _about(name, op_of(op, average), prescale_factor, postscale_factor, process_set)
-    return reduce_async(ALLREDUCE, [tensor], None, **about)
+    return reduce_async(ALLREDUCE, (tensor,), name, op_of(op, average), prescale_factor, postscale_factor, process_set)
 
 
 def allreduce(
@@ -72,8 +71,9 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start to reduce a tensor over all ranks, in place."""
-    about = _about(name, op_of(op, average), prescale_factor, postscale_factor, process_set)
-    return reduce_async(ALLREDUCE, [tensor], [tensor], **about)
+    return reduce_async(
+        ALLREDUCE, (tensor,), name, op_of(op, average), prescale_factor, postscale_factor, process_set, is_in_place=True
+    )
 
 
 def allreduce_(
@@ -101,8 +101,16 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """As `allreduce_async`, of tensors that are reduced together once all ranks have asked for all of them."""
-    about = _about(name, op_of(op, average), prescale_factor, postscale_factor, process_set)
-    return reduce_async(ALLREDUCE, tensors, None, is_group=True, **about)
+    return reduce_async(
+        ALLREDUCE,
+        tuple(tensors),
+        name,
+        op_of(op, average),
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        is_group=True,
+    )
 
 
 def grouped_allreduce(
@@ -130,8 +138,17 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """As `allreduce_async_`, of tensors that are reduced together."""
-    about = _about(name, op_of(op, average), prescale_factor, postscale_factor, process_set)
-    return reduce_async(ALLREDUCE, tensors, tensors, is_group=True, **about)
+    return reduce_async(
+        ALLREDUCE,
+        tuple(tensors),
+        name,
+        op_of(op, average),
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        is_group=True,
+        is_in_place=True,
+    )
 
 
 def grouped_allreduce_(
@@ -252,8 +269,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start to reduce a tensor over all ranks, of which this one gets its share of rows."""
-    about = _about(name, op, prescale_factor, postscale_factor, process_set)
-    return reduce_async(REDUCESCATTER, [tensor], None, **about)
+    return reduce_async(REDUCESCATTER, (tensor,), name, op, prescale_factor, postscale_factor, process_set)
 
 
 def reducescatter(
@@ -281,8 +297,9 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """As `reducescatter_async`, of tensors that are reduced together."""
-    about = _about(name, op, prescale_factor, postscale_factor, process_set)
-    return reduce_async(REDUCESCATTER, tensors, None, is_group=True, **about)
+    return reduce_async(
+        REDUCESCATTER, tuple(tensors), name, op, prescale_factor, postscale_factor, process_set, is_group=True
+    )
 
 
 def grouped_reducescatter(

@@ -30,7 +30,7 @@ class Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: str, about: dict[str, Any], is_group: bool, *tensors: Tensor) -> Any:
         ctx.kind, ctx.about, ctx.is_group = kind, about, is_group
-        results = synchronize(reduce_async(kind, tensors, None, is_group=is_group, **about))
+        results = synchronize(reduce_async(kind, tensors, is_group=is_group, **about))
         return tuple(results) if is_group else results
 
     @staticmethod
@@ -41,8 +41,8 @@ class Reduced(torch.autograd.Function):
 
 def all_reduced(gradients: Sequence[Tensor], about: dict[str, Any], *, is_group: bool) -> list[Tensor]:
     about = {**about, "name": None}
-    ready = [gradient.contiguous() for gradient in gradients]
-    results = synchronize(reduce_async(ALLREDUCE, ready, None, is_group=is_group, **about))
+    ready = tuple(gradient.contiguous() for gradient in gradients)
+    results = synchronize(reduce_async(ALLREDUCE, ready, is_group=is_group, **about))
     return list(results) if is_group else [results]
 
 

@@ -1,19 +1,18 @@
 """Operations by name: asked for here, done once all ranks have asked."""
 
-import itertools
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.horovod import runtime as basics
-from paceline.horovod.channel import Channel, Operation
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import ADASUM
+from paceline.horovod.operation import Operation
 from paceline.horovod.process_sets import ProcessSet, global_process_set
-from paceline.horovod.requests import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, REDUCESCATTER, Member, Request
+from paceline.horovod.requests import ALLGATHER, ALLTOALL, BARRIER, BROADCAST, REDUCESCATTER, Member, Request
 
 Average, Sum, Adasum, Min, Max, Product = 0, 1, 2, 3, 4, 5
 REDUCTIONS = {Average: "mean", Sum: "sum", Adasum: ADASUM, Min: "min", Max: "max", Product: "product"}
@@ -30,54 +29,28 @@ _DTYPES = {
     torch.bool,
 }
 
-Handle = int
+Handle = Operation
+"""What an operation is called by while it is under way, and until it has been waited for."""
 _MOST_TENSORS = 2**16
 _About = tuple[str, float, float, int]
 """About a request: the reduction, its two factors, and the root."""
 _NOTHING: _About = ("", 1.0, 1.0, 0)
 
 
-class _Asked(NamedTuple):
-    """What a handle stands for."""
-
-    operation: Operation
-    channel: Channel
-
-
-_under_way: dict[Handle, _Asked] = {}
-_handles = itertools.count(1)
+_known: dict[tuple[str, str], tuple[tuple[Any, ...], Request]] = {}
+"""The last named request of each kind and name, and what it was made of: making one anew takes longer than the rest of
+asking."""
+_num_known = 0
+"""Their tensors."""
 
 
-@final
-class _Known:
-    """Named requests that were made before: making one anew takes longer than the rest of asking."""
-
-    def __init__(self) -> None:
-        self._requests: dict[tuple[Any, ...], Request] = {}
-        self._num_tensors = 0
-
-    def find(self, key: tuple[Any, ...]) -> Request | None:
-        return self._requests.get(key)
-
-    def add(self, key: tuple[Any, ...], request: Request) -> None:
-        self._num_tensors += len(request.members)
-        if self._num_tensors > _MOST_TENSORS:
-            self._requests.clear()
-            self._num_tensors = len(request.members)
-        self._requests[key] = request
-
-
-_known = _Known()
-
-
-def _key(kind: str, name: str, tensors: Sequence[Tensor], about: _About, is_group: bool) -> tuple[Any, ...]:
-    """All that tells requests apart. Sparse tensors are not contiguous, either."""
+def _form(tensors: Sequence[Tensor], about: _About, is_group: bool) -> tuple[Any, ...]:
+    """All that tells requests of one name apart. Sparse tensors are not contiguous, either."""
     if not is_group:  # what scripts ask for a thousand times a step goes the shortest way
         tensor = tensors[0]
-        return (kind, name, about, tensor.dtype, tensor.shape, tensor.device, tensor.is_contiguous())
+        return (tensor.dtype, tensor.shape, tensor.is_cpu, tensor.is_contiguous(), about)
     are_contiguous, are_near = all(map(Tensor.is_contiguous, tensors)), [each.is_cpu for each in tensors]
-    dtypes, shapes = [each.dtype for each in tensors], [each.shape for each in tensors]
-    return (kind, name, about, tuple(dtypes), tuple(shapes), tuple(are_near), are_contiguous)
+    return ([each.dtype for each in tensors], [each.shape for each in tensors], are_near, are_contiguous, about)
 
 
 def op_of(op: int | None, average: bool | None) -> int:
@@ -96,26 +69,21 @@ def op_of(op: int | None, average: bool | None) -> int:
 
 def reduce_async(
     kind: str,
-    tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor] | None,
-    *,
+    tensors: tuple[Tensor, ...],
     name: str | None,
     op: int,
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
+    *,
     is_group: bool = False,
+    is_in_place: bool = False,
 ) -> Handle:
-    """Ask for an all-reduce or a reduce-scatter of a tensor, or of a group, which is one operation.
-
-    Args:
-        outputs: where the results go; None: into new tensors.
-    """
+    """Ask for an all-reduce or a reduce-scatter of a tensor, or of a group, which is one operation."""
     if op == Adasum:
         _require_adasum(kind, process_set)
-    tensors = tuple(tensors)  # the script may change its list while the operation is under way
     request = _request(kind, tensors, name, process_set, (REDUCTIONS[op], prescale, postscale, 0), is_group=is_group)
-    return submit(Operation(request, tensors, outputs and tuple(outputs), is_group), process_set)
+    return submit(Operation(request, tensors, tensors if is_in_place else None, is_group), process_set)
 
 
 def gather_async(
@@ -171,31 +139,31 @@ def join(device: int = -1) -> int:
 
 
 def poll(handle: Handle) -> bool:
-    """Whether the operation is over, so that `synchronize` will not block."""
-    if handle not in _under_way:
-        raise ValueError(f"there is no operation with the handle {handle}; it may have been waited for")
-    operation, channel = _under_way[handle]
-    return channel.poll(operation)
+    """Whether the operation is over, so that `synchronize` will not block. Raises ValueError if it was waited for."""
+    if handle.channel is None:
+        raise ValueError(f"{handle.request.name!r} has been waited for")
+    return handle.channel.poll(handle)
 
 
 def synchronize(handle: Handle) -> Any:
-    """Wait for an operation, and return its result. Raises HorovodInternalError if it could not be done."""
-    asked = _under_way.pop(handle, None)
-    if asked is None:
+    """Wait for an operation, and return its result: once, None afterwards.
+
+    Raises HorovodInternalError if it could not be done.
+    """
+    channel, handle.channel = handle.channel, None
+    if channel is None:
         return None
-    operation, channel = asked
-    if not operation.is_over or operation.error is not None:
-        channel.wait(operation)
-    results = _on_device(operation)
-    return [*results] if operation.is_group else results[0]
+    if not handle.is_over or handle.error is not None:
+        channel.wait(handle)
+    results = _on_device(handle)
+    handle.tensors = handle.outputs = handle.result = ()  # of a handle that the script keeps
+    return [*results] if handle.is_group else results[0]
 
 
 def submit(operation: Operation, process_set: ProcessSet) -> Handle:
-    channel = basics.runtime().channel(process_set.process_set_id)
+    operation.channel = channel = basics.runtime().channel(process_set.process_set_id)
     channel.submit(operation)
-    handle = next(_handles)
-    _under_way[handle] = _Asked(operation, channel)
-    return handle
+    return operation
 
 
 def _request(
@@ -208,14 +176,20 @@ def _request(
     is_group: bool = False,
 ) -> Request:
     """What to tell the others. Raises ValueError for tensors that cannot travel."""
+    global _num_known
     if name is None:
         name = f"noname.{basics.runtime().count(process_set.process_set_id, kind)}"
         return _make_request(f"{kind}.{name}", kind, tensors, about, is_group=is_group, is_lasting=False)
-    key = _key(kind, name, tensors, about, is_group)
-    request = _known.find(key)
-    if request is None:
-        request = _make_request(f"{kind}.{name}", kind, tensors, about, is_group=is_group)
-        _known.add(key, request)
+    form = _form(tensors, about, is_group)
+    known = _known.get((kind, name))
+    if known is not None and known[0] == form:
+        return known[1]
+    request = _make_request(f"{kind}.{name}", kind, tensors, about, is_group=is_group)
+    _num_known += len(tensors)
+    if _num_known > _MOST_TENSORS:
+        _known.clear()
+        _num_known = len(tensors)
+    _known[kind, name] = form, request
     return request
 
 
@@ -302,9 +276,9 @@ def _first(results: tuple[Tensor, Tensor]) -> Tensor:
 
 def _on_device(operation: Operation) -> Sequence[Any]:
     """The results, each where its tensor is."""
+    if operation.outputs is not None:
+        return operation.outputs
     results: Sequence[Any] = operation.result
-    if operation.outputs is not None or operation.request.kind == ALLREDUCE:
-        return results
     if operation.finish is not None:
         results = [*map(operation.finish, results)]
     return [_moved(result, tensor.device) for result, tensor in zip(results, operation.tensors, strict=True)]

@@ -96,8 +96,7 @@ class _DistributedDeltas(torch.optim.Optimizer):
             handles = [
                 reduce_async(
                     ALLREDUCE,
-                    [delta.contiguous()],
-                    None,
+                    (delta.contiguous(),),
                     name=f"delta.{self._names[parameter]}",
                     op=Adasum,
                     prescale=1.0,

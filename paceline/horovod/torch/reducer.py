@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline.gradient_views import COUNTS_GRADIENTS, GradientViews
-from paceline.horovod.channel import Operation
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.flat import Flat
+from paceline.horovod.operation import Operation
 from paceline.horovod.process_sets import ProcessSet
 from paceline.horovod.requests import ALLREDUCE, Request
 from paceline.horovod.rooms import Room

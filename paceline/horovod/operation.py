@@ -1,0 +1,42 @@
+"""An operation on one rank, from asking for it to its result."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor
+
+from paceline.comm.base import Collective
+from paceline.horovod.requests import Request
+
+if TYPE_CHECKING:
+    from paceline.horovod.channel import Channel
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Operation:
+    """What one rank has asked for."""
+
+    request: Request
+    tensors: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] | None = None
+    """Where the results go; none: what comes of it are new tensors, which in an all-reduce are these at its end."""
+    is_group: bool = False
+    """Whether the script gets a list."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """The tensors' shapes, where they are not the request's: in an all-reduce, one tensor may hold all of its
+    request's."""
+    splits: tuple[int, ...] = ()
+    """For alltoall: how many rows each rank gets."""
+    run: Callable[[Collective], Any] | None = None
+    """For a meeting: what all ranks do there."""
+    finish: Callable[[Any], Any] | None = None
+    """Makes of a tensor's result what the script gets."""
+    channel: "Channel | None" = None
+    """Where it is under way; none once it has been waited for."""
+
+    result: Any = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    is_over: bool = field(default=False, init=False)
+    asked_s: float = field(default=0.0, init=False)

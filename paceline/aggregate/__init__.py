@@ -1,6 +1,6 @@
 """How the contributions to one update are joined: coordinate by coordinate, or by how they lie to each other."""
 
-from paceline.aggregate.base import Aggregator, ByGram, Contribution, ContributionKind, gram_of
+from paceline.aggregate.base import Aggregator, ByGram, Contribution, ContributionKind, counted, gram_of
 from paceline.aggregate.coordinates import MEAN, AroundMedian, MajorityVote, Median, TrimmedMean, WeightedMean
 from paceline.aggregate.distances import Bulyan, CenteredClipping, GeometricMedian, Krum, MultiKrum
 from paceline.aggregate.mixing import NearestNeighbours, NormClipping
@@ -28,5 +28,6 @@ __all__ = [
     "TrimmedMean",
     "Validation",
     "WeightedMean",
+    "counted",
     "gram_of",
 ]

@@ -54,11 +54,25 @@ class Aggregator(Piece, ABC):
             gram: the contributions' Gram matrix, where they are a range of longer ones; none: they are whole.
 
         Raises:
-            ValueError: as `require`.
+            ValueError: as `require_senders`.
         """
 
     def require(self, num_contributions: int) -> None:
         """Raises ValueError, which says how many it takes, if it cannot join so many contributions."""
+
+    def require_senders(self, senders: Sequence[int]) -> None:
+        """Raises ValueError, which says what it needs, if it cannot join contributions of these senders."""
+        self.require(len(senders))
+
+    @final
+    @property
+    def takes_any(self) -> bool:
+        """Whether it joins any number of contributions, whosesoever they are."""
+        try:
+            self.require_senders([0])
+        except ValueError:
+            return False
+        return True
 
     @final
     def fold(self, total: Contribution, contribution: Contribution) -> Contribution:
@@ -86,11 +100,31 @@ class ByGram(Aggregator):
     def aggregate(
         self, contributions: Sequence[Contribution], out: Sequence[Tensor], *, gram: Tensor | None = None
     ) -> Sequence[Tensor]:
-        self.require(len(contributions))
+        self.require_senders([each.sender for each in contributions])
         products = _with_infinite_apart(gram_of(contributions) if gram is None else gram)
         rows = self.weights(products, [each.sender for each in contributions])
         mixtures = [_mixture(contributions, row, out) for row in rows.tolist()]
         return self.then.aggregate(mixtures, out, gram=_mixed(products, rows))
+
+
+def counted(aggregator: Aggregator, contributions: Sequence[Contribution]) -> Sequence[Contribution]:
+    """Those that the aggregator is given: the ones that have a weight. Others come of no samples that count, as from a
+    worker that has just joined. Where the aggregator cannot do with those alone, as when fewer samples are left than
+    there are workers, it is given all.
+
+    >>> from paceline.aggregate import Krum, Median
+    >>> three = [Contribution(sender, weight, "gradient", []) for sender, weight in enumerate([1.0, 0.5, 0.0])]
+    >>> [each.sender for each in counted(Median(), three)]
+    [0, 1]
+    >>> [each.sender for each in counted(Krum(byzantine=0), three)]
+    [0, 1, 2]
+    """
+    with_weight = [each for each in contributions if each.weight > 0]
+    try:
+        aggregator.require_senders([each.sender for each in with_weight])
+    except ValueError:
+        return contributions
+    return with_weight or contributions
 
 
 def gram_of(contributions: Sequence[Contribution]) -> Tensor:

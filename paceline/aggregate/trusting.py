@@ -26,9 +26,12 @@ class FLTrust(ByGram, name="fl-trust"):
         if num_contributions < 2:
             raise ValueError("fl-trust compares others with the trusted worker, and there are none")
 
-    def weights(self, gram: Tensor, senders: Sequence[int]) -> Tensor:
+    def require_senders(self, senders: Sequence[int]) -> None:
+        super().require_senders(senders)
         if self.trusted not in senders:
             raise ValueError(f"trusted={self.trusted} has sent nothing; those who have are {sorted(senders)}")
+
+    def weights(self, gram: Tensor, senders: Sequence[int]) -> Tensor:
         root = senders.index(self.trusted)
         trust = _cosines(gram)[root].clamp(min=0)
         trust[root] = 0

@@ -14,8 +14,8 @@ from paceline.pieces import Piece, read
 
 @dataclass(frozen=True, kw_only=True)
 class Attack(Piece, ABC):
-    """An attack by the last `workers` workers of a run, so that the first, which evaluates, is honest; where clients
-    send, by the last so many clients."""
+    """An attack by the last `workers` of those workers that a run begins with, so that the first, which evaluates, is
+    honest; where clients send, by the last so many clients."""
 
     workers: int = 1
 
@@ -24,8 +24,9 @@ class Attack(Piece, ABC):
             raise ValueError(f"workers must be at least 1, not {self.workers}")
 
     def is_hostile(self, rank: int, *, size: int) -> bool:
-        """Whether the worker of this rank, of so many, is an attacker."""
-        return rank >= size - self.workers
+        """Whether the worker of this rank is an attacker. `size`: workers that the run begins with, of ranks 0 to
+        before that; others join it later."""
+        return size - self.workers <= rank < size
 
 
 class SentAttack(Attack, ABC):
@@ -42,7 +43,7 @@ class SentAttack(Attack, ABC):
         Args:
             own: what the worker would send if it were honest, 1-D.
             honest: what all honest workers send, one a row; or `own` as the only row, where nobody knows more.
-            size: number of workers.
+            size: number of workers, of which `workers` are hostile.
         """
 
 

@@ -49,6 +49,11 @@ class Deal:
         """This member's share of the update, times the number of members: so the mean over them adds up the shares."""
         return len(self.parts[place]) * len(self.parts) / self.num_samples
 
+    @property
+    def share(self) -> float:
+        """What the round has of its update."""
+        return sum(map(len, self.parts)) / self.num_samples
+
     def without(self, lost: Collection[int], *, global_batch: GlobalBatch) -> "Deal":
         """The round, repeated by those who are left. `lost`: places of the others, whose samples are dealt anew."""
         kept = tuple(part for place, part in enumerate(self.parts) if place not in lost)

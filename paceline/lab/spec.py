@@ -10,7 +10,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from paceline.attacks import parse
+from paceline.attacks import Attack, parse
 from paceline.cluster.placement import place
 from paceline.config import DEFAULT_EVAL_EVERY, RunConfig, Target, in_order
 from paceline.elastic import Elastic
@@ -36,10 +36,11 @@ def _file_name(text: str) -> str:
     return plain if plain == text else f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-def _require_elastic(elastic: Elastic, strategy: Strategy, workers: int) -> None:
+def _require_elastic(elastic: Elastic, strategy: Strategy, workers: int, attacks: Sequence[Attack]) -> None:
     """Raises UsageError for a number of workers that such a run cannot have."""
     elastic.require(num_workers=workers)
     elastic.require_each(lambda number: strategy.check(num_workers=number))
+    elastic.require_each(lambda number: require_attackable(attacks, strategy.traits.when_elastic, num_workers=number))
 
 
 _EXTENSIBLE = ("strategies", "workers", "seeds")
@@ -271,10 +272,11 @@ class StudySpec:
         for variant in self.strategies:
             for workers in self.workers:
                 try:
+                    attacks = parse(self.attacks)
                     variant.strategy.check(num_workers=workers)
                     if self.elastic is not None and variant.strategy.traits.repeats_steps:
-                        _require_elastic(Elastic.parse(self.elastic), variant.strategy, workers)
-                    require_attackable(parse(self.attacks), variant.strategy.traits, num_workers=workers)
+                        _require_elastic(Elastic.parse(self.elastic), variant.strategy, workers, attacks)
+                    require_attackable(attacks, variant.strategy.traits, num_workers=workers)
                     if self.cluster is not None:
                         num_servers = variant.strategy.traits.num_servers
                         place(self.cluster.content, num_workers=workers, num_servers=num_servers)

@@ -160,7 +160,7 @@ def run(
         elastic, global_batch, replace, default="keep" if plan.traits.when_elastic.lock_step else "grow"
     )
     if survives is not None:
-        _require_survivable(plan, survives, workers=workers, attack=attack)
+        _require_survivable(plan, survives, workers=workers)
     config = RunConfig(
         max_steps=max_steps,
         max_time_s=max_time_s,
@@ -182,7 +182,7 @@ def run(
     )
     if plan.traits.by_script:
         _require_effect(plan, config, {"--engine virtual": virtual is not None, "--resume": resume is not None})
-    require_attackable(parse(config.attacks), plan.traits, num_workers=workers)
+    _require_attackable(plan, config, workers=workers)
     if strict and workers == 1:
         raise UsageError("--strict has no effect with one worker, which has nobody to differ from")
     if strict and not plan.traits.lock_step:
@@ -312,29 +312,30 @@ def elastic_of(
     return Elastic.parse(elastic, global_batch=global_batch or default, replacements=replace or 0)
 
 
-def _require_survivable(
-    plan: Strategy,
-    elastic: Elastic,
-    *,
-    workers: int,
-    attack: str | Sequence[str],
-) -> None:
+def _require_survivable(plan: Strategy, elastic: Elastic, *, workers: int) -> None:
     """Raises UsageError, which says why, for runs in which nobody may die or join so far."""
     elastic.require(num_workers=workers)
     traits = plan.traits.when_elastic
     if not traits.survives:
         raise UsageError(
-            f"strategy {name_of(plan)} cannot go on without a worker that dies so far. With aggregate=mean "
-            "--elastic is for all-reduce, local updates (local-sgd, slowmo, diloco, des-loc), gossip, sgp, relay, "
-            "noloco, ad-psgd, and for ps-bsp, ps-ssp and ps-asp without backup_workers, torn_reads and combine=always. "
-            "For clients (fed-avg, scaffold, fed-buff, ...) it takes any aggregate but one that remembers what each "
-            "has sent"
+            f"strategy {name_of(plan)} cannot go on without a worker that dies so far. --elastic is for all-reduce, "
+            "local updates (local-sgd, slowmo, diloco, des-loc), gossip, sgp, relay, noloco, ad-psgd, clients "
+            "(fed-avg, scaffold, fed-buff, ...), and for ps-bsp, ps-ssp and ps-asp without backup_workers, torn_reads "
+            "and combine=always, there with an aggregate that takes any number of gradients (mean, median, "
+            "geometric-median, centered-clipping, clip). It takes no aggregate that remembers what each one has sent"
         )
     elastic.require_each(lambda number: plan.check(num_workers=number))
     if elastic.global_batch == "keep" and (why := _why_not_kept(plan.traits)):
         raise UsageError(f"--global-batch keep: under {name_of(plan)} {why}; use --global-batch grow")
-    if attack and not traits.num_clients:
-        raise UsageError("--attack and --elastic do not go together: hostile workers are known by their number")
+
+
+def _require_attackable(plan: Strategy, config: RunConfig, *, workers: int) -> None:
+    """Raises UsageError for attacks that cannot be made; where workers come and go, by any number that may be left."""
+    attacks, elastic = parse(config.attacks), config.elastic
+    if elastic is None or plan.traits.num_clients:
+        require_attackable(attacks, plan.traits, num_workers=workers)
+        return
+    elastic.require_each(lambda number: require_attackable(attacks, plan.traits.when_elastic, num_workers=number))
 
 
 def _why_not_kept(traits: Traits) -> str:

@@ -123,7 +123,7 @@ class AllReduce(Strategy):
         return Traits(
             lock_step=True,
             tells_stop=True,
-            repeats_steps=self.aggregate.streams and not has_servers,
+            repeats_steps=not (self.aggregate.remembers or has_servers),
             passes_attacks=not has_servers,
             num_servers=self.servers,
             holds_rows=has_servers,
@@ -151,7 +151,7 @@ class AllReduce(Strategy):
 
     def _moves_rows(self, context: Context) -> bool:
         """Whether of gradients that have few rows these move, as honest workers have them."""
-        return self._takes_rows and context.corrupt is None and context.recovery is None
+        return self._takes_rows and context.hostility is None and context.recovery is None
 
     @property
     def _takes_rows(self) -> bool:

@@ -43,9 +43,8 @@ class Context:
     """The run's, the same on every worker."""
     max_steps: int | None = None
     """Iterations after which the run ends, if it ends by their number."""
-    corrupt: Callable[[Sequence[Tensor], int], None] | None = None
-    """Called with what this worker is about to send and the number of its step: in place, a hostile worker's becomes
-    what an attack makes of it. Where workers meet at each exchange it is a collective call. None: nobody attacks."""
+    hostility: "Hostility | None" = None
+    """What some workers do to harm the run. None: nobody attacks."""
     corrupt_clients: Callable[[Sequence[Contribution], int], list[Contribution]] | None = None
     """Called with what all clients of a round send, and its number: what comes of it where some are hostile, the same
     on every worker. None: nobody attacks."""
@@ -70,6 +69,8 @@ class Context:
 
     reform: Regrouping | None = None
     """Where workers come, leave and die while the others go on: how they are told of one another."""
+    num_first: int | None = None
+    """There, the workers that were there before anybody joined: those of rank 0 to before this."""
     num_at_start: int | None = None
     """The workers that the run began with, by which an elastic one's global batches are as large as they are."""
     recovery: "Recovery | None" = None
@@ -99,6 +100,30 @@ class Context:
     def is_first(self) -> bool:
         """Whether this worker does what one does for all."""
         return self.rank == self.membership.ranks[0]
+
+    @property
+    def num_named(self) -> int:
+        """The workers that an attack's hostile ones are the last of: who joins later is honest."""
+        return self.num_first or self.size
+
+    def corrupt(self, tensors: Sequence[Tensor], step: int, *, weights: Sequence[float] = ()) -> None:
+        """What this worker is about to send becomes what an attack makes of it, in place, if it is hostile. Where
+        workers meet at each exchange it is a collective call, if there is an attack.
+
+        Args:
+            step: the same on all workers.
+            weights: of what each worker is about to send, where some have no samples and so send nothing; none: all
+                have some.
+        """
+        if self.hostility is not None:
+            self.hostility.corrupt(tensors, step, context=self, weights=weights)
+
+
+class Hostility(Protocol):
+    """What an attack does to what workers send."""
+
+    def corrupt(self, tensors: Sequence[Tensor], step: int, *, context: Context, weights: Sequence[float]) -> None:
+        """As `Context.corrupt`, among the workers of this context."""
 
 
 class Reunion(Protocol):
@@ -164,12 +189,23 @@ class Recovery(Protocol):
         """This worker's share of the update, times the number of workers that are left."""
 
     @property
+    def weights(self) -> tuple[float, ...]:
+        """As `weight`, of each worker that is left: the same on all."""
+
+    @property
+    def share(self) -> float:
+        """What all of them together have of the update in the round that is under way."""
+
+    @property
     def num_dealt(self) -> int:
         """Batches that each worker has been dealt up to now: the same number on all."""
 
     def weight_of(self, first: int, stop: int) -> float:
         """The mean of this worker's weights in the batches from one number on, counted from 0, to before another, as if
         those who are there now had been alone."""
+
+    def weights_of(self, first: int, stop: int) -> tuple[float, ...]:
+        """As `weight_of`, of each worker that is left: the same on all."""
 
     def commit(self, *, asks_from: int | None = None) -> bool:
         """All have the round's result. Returns whether the update has all its samples. Raises UsageError where nobody

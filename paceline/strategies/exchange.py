@@ -35,6 +35,7 @@ class Exchange:
         layout: of the buckets, for codecs that look at tensors in their shapes.
         timing: where to count what coding takes.
         aggregator: joins the values; one that does not stream does so when works are waited for, with no codec.
+        senders: the workers' ranks, in the order of their places; none: their places.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class Exchange:
         layout: Layout | None = None,
         timing: Timing | None = None,
         aggregator: Aggregator = MEAN,
+        senders: Sequence[int] = (),
     ) -> None:
         self.timing = timing or Timing()
         """What coding takes."""
         self._coded: list[_Coded] = []
-        self._joint = JointExchange(aggregator, Messages(collective))
+        self._joint = JointExchange(aggregator, Messages(collective), senders=senders or range(collective.size))
+        self._goes_by_messages = coding is not None or algorithm != "auto" or not aggregator.streams
         average = averaging(collective, algorithm)
         looks = algorithm == "auto" and coding is None and aggregator.streams
         watched = [collective.watched_mean(bucket.flat) for bucket in buckets] if looks else []
@@ -71,14 +74,21 @@ class Exchange:
             self._starts = [coded.start for coded in self._coded]
 
     @property
-    def is_coded(self) -> bool:
-        """Whether values go through a codec, and so by messages from worker to worker."""
-        return bool(self._coded)
+    def completes_alike(self) -> bool:
+        """Whether on one host all have what comes of an exchange, or nobody. Where values go by messages from worker to
+        worker, one may have it when another lacks a dead one's."""
+        return not self._goes_by_messages
 
-    def start(self, bucket: int, *, step: int = 0) -> Work:
-        """One of a bucket must be over before the next is started."""
+    def start(self, bucket: int, *, step: int = 0, weights: Sequence[float] = ()) -> Work:
+        """One of a bucket must be over before the next is started.
+
+        Args:
+            weights: each worker's, the same on all, where some may have none: an aggregator that looks at contributions
+                one by one is given those that have; none: all have.
+        """
         if self._coded:
             self._coded[bucket].step = step
+        self._joint.weights = weights
         return self._starts[bucket]()
 
     def settle(self, *, is_applied: bool) -> None:

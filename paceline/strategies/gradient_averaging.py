@@ -1,6 +1,6 @@
 """Averages a worker's gradients with all others', while its backward pass goes on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol
 
 from torch import Tensor
@@ -160,6 +160,7 @@ class GradientAveraging:
             layout=self._layout,
             timing=timing,
             aggregator=self._options.aggregate,
+            senders=self._owner.context.membership.ranks,
         )
         self._looks_first = self._options.nonfinite != "allow" and not exchange.is_watched
         self._behind_backward = self._options.behind_backward and coding is None
@@ -188,11 +189,11 @@ class GradientAveraging:
     def _send(self, bucket: int) -> None:
         """Start to average the bucket, and move the earlier ones on."""
         owner = self._owner
-        if self.weight != 1.0:
+        if self.weight != 1.0 and self._options.aggregate.streams:
             self._buckets.buckets[bucket].values.mul_(self.weight)
-        if owner.context.corrupt is not None:  # an attack looks at all gradients
+        if owner.context.hostility is not None:  # an attack looks at all gradients
             return
-        self._works.append(self._exchange.start(bucket, step=owner.iteration))
+        self._works.append(self._start(bucket))
         if self._is_last(bucket):  # nothing is left to hide it
             return
         if self._behind_backward:
@@ -201,18 +202,32 @@ class GradientAveraging:
         if not under_way:
             self._overlap.end()
 
+    def _start(self, bucket: int) -> Work:
+        return self._exchange.start(bucket, step=self._owner.iteration, weights=self._weights)
+
+    @property
+    def _weights(self) -> Sequence[float]:
+        """Of all workers' gradients, where some may count nothing."""
+        return ()
+
     def _finish_backward(self) -> None:
         """Wait for the averages; from here on `param.grad` is what the optimizer should see."""
         self._average()
 
     def _average(self) -> None:
         owner = self._owner
+        if owner.context.hostility is not None:
+            self._overlap.end()
+            owner.context.corrupt(self._buckets.views, owner.iteration, weights=self._weights)
+            self._works = [self._start(bucket) for bucket in range(len(self._buckets.buckets))]
+        self._take_averages()
+
+    def _take_averages(self) -> None:
+        """Wait for what is under way."""
+        owner = self._owner
         self._overlap.end()
         is_any_nonfinite = False
         matters = self._options.nonfinite != "allow"
-        if owner.context.corrupt is not None:
-            owner.context.corrupt(self._buckets.views, owner.iteration)
-            self._works = [self._exchange.start(n, step=owner.iteration) for n in range(len(self._buckets.buckets))]
         for bucket, work in enumerate(self._works):
             work.wait()
             try:

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from paceline.aggregate import Contribution
-from paceline.attacks import Attack, SentAttack, require_possible
+from paceline.attacks import Attack, SentAttack, parse, require_possible
 from paceline.comm.base import Collective
 from paceline.errors import UsageError
 from paceline.seeding import derive
@@ -18,44 +18,58 @@ from paceline.strategies.traits import Traits
 
 
 @final
-class Hostility:
-    """
+class HostileWorkers:
+    """What hostile workers send, as `Hostility`. They are so for as long as they are there, and who joins is honest.
+
     Args:
+        num_named: workers of which each attack's are the last.
         knows_all: hostile workers are told what honest ones are about to send, so that `corrupt` is a collective call.
         seed: the run's.
     """
 
-    def __init__(self, attacks: Sequence[Attack], collective: Collective, *, knows_all: bool, seed: int) -> None:
-        self._collective, self._seed = collective, seed
-        rank, size = collective.rank, collective.size
-        sent = [attack for attack in attacks if isinstance(attack, SentAttack)]
-        self._own = [attack for attack in sent if attack.is_hostile(rank, size=size)]
-        self._is_hostile = [any(attack.is_hostile(each, size=size) for attack in attacks) for each in range(size)]
-        self._tells = knows_all and any(attack.least_known > 0 for attack in sent)
+    def __init__(self, attacks: Sequence[Attack], *, num_named: int, knows_all: bool, seed: int) -> None:
+        self._attacks = [attack for attack in attacks if isinstance(attack, SentAttack)]
+        self._all, self._num_named, self._seed = tuple(attacks), num_named, seed
+        self._tells = knows_all and any(attack.least_known > 0 for attack in self._attacks)
 
-    def corrupt(self, tensors: Sequence[Tensor], step: int) -> None:
-        """What this worker is about to send becomes what its attacks make of it, in place.
+    def corrupt(self, tensors: Sequence[Tensor], step: int, *, context: Context, weights: Sequence[float]) -> None:
+        """As `Hostility.corrupt`. Where fewer honest workers have samples than an attack has to know, it is not made.
 
-        Args:
-            step: the same on all workers.
+        A joiner has no samples in its first exchange, nor has a worker for which none are left: it is about to send
+        nothing, and does not attack.
         """
+        place, ranks = context.collective.rank, context.membership.ranks
+        has_samples = [weight > 0 for weight in weights] or [True] * len(ranks)
+        is_hostile = [self._is_hostile(self._all, rank) and has for rank, has in zip(ranks, has_samples, strict=True)]
+        is_honest = [has and not hostile for has, hostile in zip(has_samples, is_hostile, strict=True)]
         own = torch.cat([_flat(tensor) for tensor in tensors])
-        honest = self._told(own) if self._tells else own[None]
-        generator = torch.Generator().manual_seed(derive(self._seed, "attack", self._collective.rank, step))
-        for attack in self._own:
-            own = attack.sent(own, honest, size=self._collective.size, generator=generator)
-        if self._own:
+        honest = _told(own, context.collective, is_hostile, is_honest) if self._tells else own[None]
+        attacks = [each for each in self._attacks if self._is_hostile([each], context.rank) and is_hostile[place]]
+        generator = torch.Generator().manual_seed(derive(self._seed, "attack", context.rank, step))
+        for attack in attacks:
+            if len(honest) >= attack.least_known:
+                there = replace(attack, workers=sum(self._is_hostile([attack], rank) for rank in ranks))
+                own = there.sent(own, honest, size=len(ranks), generator=generator)
+        if attacks:
             for tensor, part in zip(tensors, own.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
-    def _told(self, own: Tensor) -> Tensor:
-        """What honest workers send, one a row; `own` as the only row where this worker is honest."""
-        rank, raw = self._collective.rank, own.view(torch.uint8)
-        nothing = raw[:0]
-        outgoing = [raw if is_hostile and not self._is_hostile[rank] else nothing for is_hostile in self._is_hostile]
-        sizes = [len(raw) if self._is_hostile[rank] and not is_hostile else 0 for is_hostile in self._is_hostile]
-        given = [each for each in Messages(self._collective).start_all_to_all(outgoing, sizes)() if each.numel()]
-        return torch.stack([each.clone().view(own.dtype) for each in given]) if self._is_hostile[rank] else own[None]
+    def _is_hostile(self, attacks: Sequence[Attack], rank: int) -> bool:
+        return any(attack.is_hostile(rank, size=self._num_named) for attack in attacks)
+
+
+def _told(own: Tensor, collective: Collective, is_hostile: Sequence[bool], is_honest: Sequence[bool]) -> Tensor:
+    """What honest workers send, one a row, if this worker is hostile. Collective call.
+
+    Args:
+        is_hostile: of each worker, whether it is told.
+        is_honest: and whether it tells.
+    """
+    rank, raw = collective.rank, own.view(torch.uint8)
+    outgoing = [raw if is_honest[rank] and each else raw[:0] for each in is_hostile]
+    sizes = [len(raw) if is_hostile[rank] and each else 0 for each in is_honest]
+    given = [each for each in Messages(collective).start_all_to_all(outgoing, sizes)() if each.numel()]
+    return torch.stack([each.clone().view(own.dtype) for each in given]) if given else own[:0].view(0, 0)
 
 
 @final
@@ -111,14 +125,26 @@ def require_attackable(attacks: Sequence[Attack], traits: Traits, *, num_workers
 def under_attack(attacks: Sequence[Attack], context: Context, traits: Traits) -> Context:
     """The context of a worker that is hostile, or tells those who are what they are to know. Raises UsageError as
     `require_attackable`."""
-    require_attackable(attacks, traits, num_workers=context.size)
+    require_attackable(attacks, traits, num_workers=context.num_named)
     if not any(isinstance(attack, SentAttack) for attack in attacks):
         return context
     if traits.num_clients:
         clients = HostileClients(attacks, num_clients=traits.num_clients, seed=context.seed)
         return replace(context, corrupt_clients=clients.corrupt)
-    hostility = Hostility(attacks, context.collective, knows_all=traits.takes_equal_steps, seed=context.seed)
-    return replace(context, corrupt=hostility.corrupt)
+    knows_all = traits.takes_equal_steps
+    hostility = HostileWorkers(attacks, num_named=context.num_named, knows_all=knows_all, seed=context.seed)
+    return replace(context, hostility=hostility)
+
+
+def told_of(texts: Sequence[str], context: Context, traits: Traits) -> dict[str, Any]:
+    """What is recorded of a run's attacks; where workers come and go, who is hostile."""
+    knows = "all" if traits.takes_equal_steps else "own"
+    told: dict[str, Any] = {"attacks": list(texts), "hostile workers know": knows}
+    if context.reform is None or traits.num_clients:
+        return told
+    attacks, size = parse(texts), context.num_named
+    hostile = [rank for rank in range(size) if any(each.is_hostile(rank, size=size) for each in attacks)]
+    return told | {"hostile workers": hostile, "who joins": "honest"}
 
 
 def _like(tensors: Sequence[Tensor], row: Tensor) -> list[Tensor]:

@@ -4,16 +4,18 @@ So as many bytes move as an all-reduce would move. What compares whole contribut
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import final
 
 import torch
 from torch import Tensor
 
-from paceline.aggregate import Aggregator, Contribution, gram_of
+from paceline.aggregate import Aggregator, Contribution, counted, gram_of
 from paceline.buckets import Bucket
 from paceline.codec.joining import Peers
 from paceline.comm.base import Finished, Work
-from paceline.errors import UsageError
+from paceline.errors import RunFailed, UsageError
 from paceline.strategies.own_state import OwnState
 
 AGGREGATE_DOC = "how gradients are joined: mean, or what hostile workers cannot lead away, such as krum or trimmed-mean"
@@ -22,11 +24,17 @@ _SUMS = "exchange.sums"
 
 @final
 class JointExchange:
-    """Joins the values of buckets that all workers have started, when the first of them is waited for."""
+    """Joins the values of buckets that all workers have started, when the first of them is waited for.
 
-    def __init__(self, aggregator: Aggregator, peers: Peers) -> None:
-        self._aggregator, self._peers = aggregator, peers
-        self._started: list[Tensor] = []
+    Args:
+        senders: the ranks of these workers, in the order of their places.
+    """
+
+    def __init__(self, aggregator: Aggregator, peers: Peers, *, senders: Sequence[int]) -> None:
+        self._aggregator, self._peers, self._senders = aggregator, peers, senders
+        self._started: list[tuple[Sequence[float], Tensor]] = []
+        self.weights: Sequence[float] = ()
+        """Of what these workers start next, the same on all; none: each has 1."""
         self._sums = torch.zeros(0, dtype=torch.float64)
         """What each worker has contributed to this worker's part so far, one a row, if the aggregator remembers."""
 
@@ -36,15 +44,15 @@ class JointExchange:
             raise UsageError(f"aggregate={self._aggregator} takes real gradients, and some parameters are complex")
 
         def start() -> Work:
-            self._started.append(bucket.values)
+            self._started.append((self.weights or [1.0] * self._peers.size, bucket.values))
             return _Joined(self, average_flags() if bucket.flags.numel() else Finished())
 
         return start
 
     def finish(self) -> None:
         started, self._started = self._started, []
-        if started:
-            self._join(started)
+        for weights, of_these in groupby(started, key=itemgetter(0)):
+            self._join([values for _, values in of_these], weights)
 
     def own_state(self) -> dict[str, OwnState]:
         return {_SUMS: OwnState(self._sums, "reset")} if self._aggregator.remembers else {}
@@ -52,13 +60,20 @@ class JointExchange:
     def restore(self, own: Mapping[str, Tensor]) -> None:
         self._sums = own.get(_SUMS, self._sums)
 
-    def _join(self, values: Sequence[Tensor]) -> None:
+    def _join(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
         peers = self._peers
         parts = [torch.tensor_split(each, peers.size) for each in values]
         outgoing = [_bytes_of([part[rank] for part in parts]) for rank in range(peers.size)]
         own = [part[peers.rank] for part in parts]
         raws = peers.start_all_to_all(outgoing, [outgoing[peers.rank].numel()] * peers.size)()
-        given = [Contribution(rank, 1.0, "gradient", _read(raw, own)) for rank, raw in enumerate(raws)]
+        given = counted(
+            self._aggregator,
+            [
+                Contribution(sender, weight, "gradient", _read(raw, own))
+                for sender, weight, raw in zip(self._senders, weights, raws, strict=True)
+            ],
+        )
+        require_joined(self._aggregator, given)
         joined = self._aggregator.aggregate(given, [_wide(part) for part in own], gram=self._gram(given))
         result = [tensor.to(part.dtype) for tensor, part in zip(joined, own, strict=True)]
         raws = peers.start_all_to_all([_bytes_of(result)] * peers.size, [raw.numel() for raw in outgoing])()
@@ -101,6 +116,18 @@ def require_joint(aggregate: Aggregator, num_workers: int) -> None:
         aggregate.require(num_workers)
     except ValueError as error:
         raise UsageError(f"aggregate={aggregate}: {error}; a worker gives one to each update") from None
+
+
+def require_joined(aggregate: Aggregator, given: Sequence[Contribution]) -> None:
+    """Raises RunFailed, which says who has contributed, where the aggregator cannot join that."""
+    senders = [each.sender for each in given]
+    try:
+        aggregate.require_senders(senders)
+    except ValueError as error:
+        raise RunFailed(
+            f"aggregate={aggregate}: {error}; workers {', '.join(map(str, senders))} have contributed to this update. "
+            "Start the run again, with --resume and more workers"
+        ) from None
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:

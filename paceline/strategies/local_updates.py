@@ -133,7 +133,7 @@ class LocalUpdates(Strategy):
             codec_scope=self.codec_scope,
             num_besides=sum(1 / period for period in (self.momentum_every, self.variance_every) if period),
         )
-        repeats = self.aggregate.streams
+        repeats = not self.aggregate.remembers
         return Traits(lock_step=False, unit="round", repeats_steps=repeats, passes_attacks=True, traffic=(moved,))
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
@@ -292,8 +292,9 @@ class _LocalSynchronizer(Synchronizer):
     def _start(self, fragments: Sequence[int]) -> None:
         for fragment in fragments:
             if not self._outer.has_started(fragment):
-                self._take(fragment)
-                self._outer.start(fragment, step=self._steps)
+                weights = self._weights.of_all(fragment)
+                self._take(fragment, weights)
+                self._outer.start(fragment, step=self._steps, weights=weights)
 
     def _move_on(self) -> None:
         """What is under way."""
@@ -331,7 +332,7 @@ class _LocalSynchronizer(Synchronizer):
 
         With a delay a worker may have given its part, and die before it comes here. So all say that they have come:
         otherwise what it had of the data would count, though it has not trained on all of that. So do they where
-        changes go through a codec, by messages, of which one worker may have all and another lack a dead one's.
+        changes go by messages, of which one worker may have all and another lack a dead one's.
         """
         self._is_apart = self._is_apart or recovery.has_given
         while True:
@@ -340,7 +341,7 @@ class _LocalSynchronizer(Synchronizer):
                     self.rejoin(recovery.regroup())
                 self._start(due)
                 culprits = self._wait(due, ended=ended)
-                if self._strategy.delay or self._outer.is_coded:
+                if self._strategy.delay or not self._outer.completes_alike:
                     self.context.collective.all_reduce(torch.zeros(1), op="max").wait()
                 break
             except PeerLost:
@@ -421,10 +422,9 @@ class _LocalSynchronizer(Synchronizer):
     def _weight_of(self, fragment: int) -> float:
         return self._weights.of(fragment) if self._strategy.aggregate.streams else 1.0
 
-    def _take(self, fragment: int) -> None:
+    def _take(self, fragment: int, weights: Sequence[float]) -> None:
         culprit = self._outer.take(fragment, weight=self._weight_of(fragment))
-        if self.context.corrupt is not None:
-            self.context.corrupt(self._outer.taken(fragment), self._steps)
+        self.context.corrupt(self._outer.taken(fragment), self._steps, weights=weights)
         unheld = self._outer.unheld(fragment) if culprit is None else None
         if culprit is unheld is None or self._strategy.nonfinite == "allow":
             return

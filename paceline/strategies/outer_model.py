@@ -87,6 +87,7 @@ class OuterModel:
             layout=self._layout,
             timing=self.timing,
             aggregator=self._aggregator,
+            senders=context.membership.ranks,
         )
         self.use(coding)
         self._works: dict[int, list[Work]] = {}
@@ -148,9 +149,15 @@ class OuterModel:
         for bucket in self._buckets[fragment]:
             self._flats[bucket].zero_()
 
-    def start(self, fragment: int, *, step: int) -> None:
-        """Begin to average what was taken over all workers. No two exchanges of a fragment have the same step."""
-        self._works[fragment] = [self._exchange.start(bucket, step=step) for bucket in self._buckets[fragment]]
+    def start(self, fragment: int, *, step: int, weights: Sequence[float] = ()) -> None:
+        """Begin to join what was taken over all workers. No two exchanges of a fragment have the same step.
+
+        Args:
+            weights: as `Exchange.start`.
+        """
+        self._works[fragment] = [
+            self._exchange.start(bucket, step=step, weights=weights) for bucket in self._buckets[fragment]
+        ]
 
     def has_started(self, fragment: int) -> bool:
         """Whether it is being averaged, among those whom this worker exchanges with."""
@@ -169,9 +176,9 @@ class OuterModel:
         return self._not_finite(fragment) if self._is_coded else None
 
     @property
-    def is_coded(self) -> bool:
-        """Whether changes go through a codec, and so by messages from worker to worker."""
-        return self._is_coded
+    def completes_alike(self) -> bool:
+        """As `Exchange.completes_alike`."""
+        return self._exchange.completes_alike
 
     @property
     def owes(self) -> bool:

@@ -200,7 +200,7 @@ class ParameterServer(Strategy):
 
     def _moves_rows(self, context: Context) -> bool:
         """Whether of gradients that have few rows these move, as honest workers have them."""
-        return self._takes_rows and context.corrupt is None and context.reform is None
+        return self._takes_rows and context.hostility is None and context.reform is None
 
     @property
     def _takes_rows(self) -> bool:
@@ -212,6 +212,8 @@ class ParameterServer(Strategy):
         """An update's rounds are added up on the servers."""
         if self._votes:
             what = f"codec={self.codec} is joined by a vote of all workers, which rounds of some cannot make"
+        elif not self.aggregate.streams:
+            what = f"aggregate={self.aggregate} joins gradients of all workers, which rounds of some do not add up to"
         elif replica.tables:
             what = "rows of a ShardedEmbedding are updated in each round"
         else:
@@ -226,14 +228,15 @@ class ParameterServer(Strategy):
         if self._votes or self.aggregate != MEAN:
             what = f"codec={self.codec}" if self._votes else f"aggregate={self.aggregate}"
             raise UsageError(f"{what} does not join the rows of a ShardedEmbedding, of which servers take the mean")
-        if context.corrupt is not None:
+        if context.hostility is not None:
             raise UsageError("attacks do not change what workers send for the rows of a ShardedEmbedding")
 
     @property
     def _outlives_workers(self) -> bool:
-        """What a worker pushes counts whole or not at all, and is joined with others' as it comes."""
-        is_joined_as_it_comes = self.aggregate == MEAN and self.combine != "always"
-        return is_joined_as_it_comes and not (self.backup_workers or self.torn_reads)
+        """What a worker pushes counts whole or not at all, and is joined with as many others as there are: at the end
+        some are through with their scripts, and the last updates are of the others' gradients."""
+        is_whole = self.combine != "always" and not (self.backup_workers or self.torn_reads)
+        return is_whole and self.aggregate.takes_any
 
     @property
     def _votes(self) -> bool:

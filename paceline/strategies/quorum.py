@@ -205,8 +205,7 @@ class _QuorumSynchronizer(Synchronizer):
         total, count = self._weights
         self._weights = (0.0, 0)
         take_changes(self._shared, self._local, self._changes, weight=1.0)
-        if self.context.corrupt is not None:
-            self.context.corrupt(self._changes, self._steps)
+        self.context.corrupt(self._changes, self._steps)
         self._require_finite()
         self._changed.to_host()
         push = Push(pause_at=self._pause_at, stop=self.stop_vote(), weight=total / count)

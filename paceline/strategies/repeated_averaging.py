@@ -50,6 +50,11 @@ class RepeatedAveraging(GradientAveraging):
     def set_weight(self, weight: float) -> None:
         self.weight = weight
 
+    @property
+    def _weights(self) -> Sequence[float]:
+        is_asked = not self._options.aggregate.streams or self._owner.context.hostility is not None
+        return self.repeating.recovery.weights if is_asked else ()
+
     def set_synchronizing(self, on: bool) -> bool:
         raise UsageError("--elastic repeats single batches: worker.no_sync() cannot be had with it so far")
 
@@ -101,13 +106,15 @@ class RepeatedAveraging(GradientAveraging):
                 break
         if not self._owner.context.collective.completes_alike:
             repeating.keep_result(self._buckets)
+        if not self._options.aggregate.streams:
+            repeating.weigh_joint(self._buckets)
         self.is_nonfinite = repeating.commit(self._buckets, is_nonfinite=self.is_nonfinite)
 
     def _agree(self) -> None:
         """Over messages one worker may have the average, and another wait for what the dead was to hand on to it: then
         nobody takes it. All have come to the end of theirs where one has the result of this."""
         is_taken_over = self.repeating.lost is not None
-        if (self._options.algorithm != "auto" or self._exchange.is_coded) and not is_taken_over:
+        if not (self._exchange.completes_alike or is_taken_over):
             self._owner.context.collective.all_reduce(torch.zeros(1), op="max").wait()
 
     def _begin_anew(self) -> None:
@@ -131,4 +138,4 @@ class RepeatedAveraging(GradientAveraging):
             self._buckets.fill_flags(bucket, stop=False, nonfinite=False)
         from_frames(frames, [bucket.flat for bucket in self._buckets.buckets])
         self._works = [Finished()] * len(self._buckets.buckets)
-        self._average()
+        self._take_averages()

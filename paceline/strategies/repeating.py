@@ -60,6 +60,14 @@ class Repeating:
         for bucket, (values, used) in enumerate(zip(self._own, self._used, strict=True)):
             buckets.take_up(bucket, values, used)
 
+    def weigh_joint(self, buckets: GradientBuckets) -> None:
+        """What is in place is no mean with the workers' weights, but the joint of their gradients: of an update that
+        takes several rounds it counts for the round's samples."""
+        share = self.recovery.share
+        if share != 1.0:
+            for bucket in buckets.buckets:
+                bucket.values.mul_(share)
+
     def commit(self, buckets: GradientBuckets, *, is_nonfinite: bool) -> bool:
         """All have the mean. Where the update is complete, the sum of its rounds is in place.
 

@@ -54,6 +54,11 @@ class RoundWeights:
             return self._recovery.weight_of(steps.first, stop)
         return steps.total / steps.number
 
+    def of_all(self, fragment: int) -> tuple[float, ...]:
+        """As `of`, of each worker, where workers come and go; the same on all."""
+        steps, stop = self._left[fragment]
+        return () if self._recovery is None else self._recovery.weights_of(steps.first, stop)
+
     def join(self, fragment: int) -> None:
         """The fragment's exchange is over."""
         del self._left[fragment]

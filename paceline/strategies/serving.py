@@ -185,7 +185,7 @@ class ServerSynchronizer(Synchronizer):
                 self.context.collective,
                 self.replica,
                 self._buckets,
-                are_gradients_alike=is_combined and self.context.corrupt is None,
+                are_gradients_alike=is_combined and self.context.hostility is None,
                 step=self._steps,
             )
         self._gradients.to_host()
@@ -360,8 +360,7 @@ class ServerSynchronizer(Synchronizer):
 
     def _corrupt(self) -> None:
         """What a hostile worker sends becomes what its attack makes of it."""
-        if self.context.corrupt is not None:
-            self.context.corrupt(self._buckets.views, self._steps)
+        self.context.corrupt(self._buckets.views, self._steps)
 
     def _changed_groups(self) -> tuple[Mapping[str, object], ...] | None:
         """The groups' hyperparameters, if they are others than at the last push."""

@@ -174,7 +174,7 @@ class Batches:
 
     def _poison(self, batch: Any) -> Any:
         sender = self._run.prepared.synchronizer.sender
-        size = self._run.traits.num_clients or self._run.context.size
+        size = self._run.traits.num_clients or self._run.context.num_named
         for attack in self._poisons:
             if attack.is_hostile(sender, size=size):
                 batch = attack.of_batch(batch)

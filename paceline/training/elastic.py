@@ -180,11 +180,22 @@ class Survivor:
         return self._dealt.weight()
 
     @property
+    def weights(self) -> tuple[float, ...]:
+        return self._dealt.weights()
+
+    @property
+    def share(self) -> float:
+        return sum(dealt.share for dealt in self._dealt.under_way)
+
+    @property
     def num_dealt(self) -> int:
         return self._dealt.num_dealt
 
     def weight_of(self, first: int, stop: int) -> float:
         return self._dealt.weight(first, stop)
+
+    def weights_of(self, first: int, stop: int) -> tuple[float, ...]:
+        return self._dealt.weights(first, stop)
 
     def commit(self, *, asks_from: int | None = None) -> bool:
         handouts, under_way = self.handouts, self._dealt.under_way

@@ -19,7 +19,7 @@ from paceline.interval import Count
 from paceline.records import MetricRecord, Reporter
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, Strategy, Synchronizer
-from paceline.strategies.hostility import under_attack
+from paceline.strategies.hostility import told_of, under_attack
 from paceline.strategies.replica import (
     Replica,
     copy_from_first,
@@ -86,10 +86,10 @@ class Session:
     ) -> None:
         self._attacks = parse(config.attacks)
         context = replace(context, seed=config.seed, max_steps=config.max_steps)
-        if self._attacks:
-            context = under_attack(self._attacks, context, strategy.traits)
         context = replace(context, evaluate=self._found_of, off_the_clock=self._off_the_clock)
         self.run = WorkerRun(context, strategy, config, reporter)
+        if self._attacks:
+            self.run.context = under_attack(self._attacks, context, self.run.traits)
         self.run.context = replace(self.run.context, tell=self.run.tell, log=self.log)
         self._checkpoint = checkpoint
         traits = self.run.traits
@@ -150,10 +150,8 @@ class Session:
                 "cross-validation takes a run of its own"
             )
         context = self.run.context
-        if self._attacks:
-            knows = "all" if self.run.strategy.traits.takes_equal_steps else "own"
-            attacks = list(self.run.config.attacks)
-            self.run.tell("attack", {"attacks": attacks, "hostile workers know": knows})
+        if self._attacks and not self.course.joins:
+            self.run.tell("attack", told_of(self.run.config.attacks, context, self.run.traits))
         if len(given.loaders) > 1 and self.run.strategy.participation() is not None:
             raise UsageError("a client's turn is a pass over its data; prepare one loader")
         model = as_one(given.models)

@@ -48,6 +48,15 @@ def test_trials_are_a_seed_after_the_other() -> None:
     assert "runs on 1 worker, not 2" in chosen.left_out[0].reason
 
 
+def test_elastic_runs_that_may_come_to_have_nobody_honest_are_left_out() -> None:
+    given = {"strategies": ("all-reduce", "fed-avg"), "workers": (3,), "attacks": ("gauss",)}
+    chosen = spec(**given, elastic="1:3")
+    (out,) = chosen.left_out
+    assert out.variant.text == "all-reduce"
+    assert "may come to have 1 workers, for which it is refused: --attack gauss leaves none" in out.reason
+    assert spec(**given, elastic="2:3").left_out == ()
+
+
 def test_under_attack_what_cannot_be_hostile_is_left_out() -> None:
     chosen = spec(strategies=("single", "all-reduce", "fed-avg"), workers=(1, 3), seeds=(0,), attacks=("alie",))
     assert [trial.id for trial in chosen.trials] == ["all-reduce-n3-s0", "fed-avg-n1-s0", "fed-avg-n3-s0"]

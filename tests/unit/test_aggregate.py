@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline import pieces
-from paceline.aggregate import MEAN, Aggregator, Contribution, ContributionKind, Krum, Median, MultiKrum, gram_of
+from paceline.aggregate import (
+    MEAN,
+    Aggregator,
+    Contribution,
+    ContributionKind,
+    FLTrust,
+    Krum,
+    Median,
+    MultiKrum,
+    counted,
+    gram_of,
+)
 from paceline.division import divide
 from paceline.errors import UsageError
 from paceline.layout import TensorSpec, by_group
@@ -279,3 +290,22 @@ def test_servers_refuse_what_has_no_meaning() -> None:
     configure(Krum(1), BulkSynchronous(members), element_wise=False)
     for element_wise, num_servers in itertools.product((True, False), (1, 2)):
         configure(Median(), BulkSynchronous(members), element_wise=element_wise, num_servers=num_servers)
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "weights", "given_to_it"),
+    [
+        (Median(), [1.0, 0.0, 0.5], [0, 2]),
+        (Median(), [0.0, 0.0], [0, 1]),
+        (Krum(byzantine=1), [1.0, 1.0, 0.0, 1.0, 1.0], [0, 1, 3, 4]),
+        (Krum(byzantine=1), [1.0, 1.0, 0.0, 1.0], [0, 1, 2, 3]),
+        (FLTrust(trusted=1), [1.0, 1.0, 0.0], [0, 1]),
+        (FLTrust(trusted=1), [1.0, 0.0, 1.0], [0, 1, 2]),
+    ],
+    ids=["median", "nobody has any", "enough", "too few", "trusted", "the trusted one has none"],
+)
+def test_what_has_no_weight_is_left_out_where_the_rest_will_do(
+    aggregator: Aggregator, weights: list[float], given_to_it: list[int]
+) -> None:
+    kept = counted(aggregator, contributions(len(weights), weights=weights))
+    assert [each.sender for each in kept] == given_to_it

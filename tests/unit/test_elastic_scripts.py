@@ -227,11 +227,19 @@ def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
         ({"strategy": "ps-asp:torn_reads=true"}, "ps-asp without backup_workers, torn_reads"),
         ({"strategy": "ps-asp", "global_batch": "keep"}, "each gradient is an update of its own"),
         ({"strategy": "ps-ssp", "global_batch": "keep"}, "no global batch is ever complete; use --global-batch grow"),
+        ({"strategy": "ps-bsp:aggregate=trimmed-mean:aggregate.byzantine=0", "elastic": "3:4"}, "would start with"),
         (
-            {"strategy": "all-reduce:aggregate=median"},
-            "With aggregate=mean --elastic is for all-reduce, local updates",
+            {"strategy": "ps-bsp:aggregate=trimmed-mean:aggregate.byzantine=1", "workers": 4, "elastic": "3:4"},
+            "any number",
         ),
-        ({"strategy": "fed-avg:aggregate=fools-gold"}, "takes any aggregate but one that remembers"),
+        ({"strategy": "ps-bsp:aggregate=fl-trust", "workers": 4, "elastic": "3:4"}, "takes any number of gradients"),
+        ({"strategy": "all-reduce:aggregate=fools-gold"}, "takes no aggregate that remembers"),
+        ({"strategy": "local-sgd:aggregate=fools-gold"}, "takes no aggregate that remembers"),
+        ({"strategy": "fed-avg:aggregate=fools-gold"}, "takes no aggregate that remembers"),
+        (
+            {"strategy": "all-reduce:aggregate=krum:aggregate.byzantine=1", "workers": 4, "elastic": "3:5"},
+            "may come to have 3 workers, for which .*aggregate=krum:byzantine=1: byzantine=1 needs 4 contributions",
+        ),
         ({"strategy": "fed-avg", "global_batch": "keep"}, "a round has the samples of its clients, whoever plays them"),
         (
             {"strategy": "ad-psgd", "elastic": "2:4"},
@@ -242,12 +250,18 @@ def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
             "may come to have 3 workers, for which .*: a hypercube has a power of two .* exponential takes any number",
         ),
         ({"strategy": "gossip", "global_batch": "keep"}, "as many local steps of each worker"),
-        ({"strategy": "local-sgd:aggregate=median"}, "With aggregate=mean --elastic is for all-reduce, local updates"),
         (
             {"strategy": "local-sgd", "global_batch": "keep"},
             "as many local steps of each worker.* use --global-batch grow",
         ),
-        ({"attack": "sign-flip:workers=1", "workers": 3, "elastic": "1:3"}, "do not go together"),
+        (
+            {"attack": "sign-flip:workers=1", "workers": 3, "elastic": "1:3"},
+            r"may come to have 1 workers, for which .*sign-flip leaves none of 1 worker\(s\) honest",
+        ),
+        (
+            {"attack": "alie", "workers": 4, "elastic": "3:4", "strategy": "ps-bsp"},
+            "may come to have 3 workers, for which .*under this strategy workers do not see what others",
+        ),
         ({"elastic": "3:4"}, "is for 3 to 4 workers, and the run would start with --workers 2"),
         ({"elastic": None, "replace": 1}, "--replace has no effect without --elastic"),
         ({"replace": -1}, "--replace must be 0 or more"),

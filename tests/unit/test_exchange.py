@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from paceline.aggregate import Aggregator, FLTrust, Median
 from paceline.buckets import NONFINITE, Bucket
 from paceline.codec import BF16, FP16, QSGD, Codec, Int8, OneBit, PowerSGD, RandomK, Sign, TopK, joining
 from paceline.comm.base import Collective
@@ -22,7 +23,7 @@ from paceline.strategies.coding import Coding
 from paceline.strategies.combining import Combining
 from paceline.strategies.exchange import Exchange, Messages
 from paceline.strategies.own_state import OwnState, carried_over
-from tests.unit.collective_harness import World
+from tests.unit.collective_harness import World, caught
 
 SIZE, NUM_VALUES, NUM_ROUNDS = 3, 64, 5
 
@@ -67,6 +68,35 @@ def test_without_a_codec_values_and_flags_are_averaged(world: World) -> None:
         for number, flat in enumerate(rounds):
             torch.testing.assert_close(flat[:NUM_VALUES], mean_of(number))
             torch.testing.assert_close(flat[NUM_VALUES:], torch.tensor([0.0, 1.0]))
+
+
+def joined_through(collective: Collective, aggregator: Aggregator, weights: list[float], senders: list[int]) -> Tensor:
+    flat = values_of(collective.rank, 0)
+    bucket = Bucket(flat, flat, flat[:0])
+    exchange = Exchange(collective, [bucket], aggregator=aggregator, senders=senders)
+    assert not exchange.completes_alike
+    exchange.start(0, weights=weights).wait()
+    return flat
+
+
+def refused_through(collective: Collective, aggregator: Aggregator, senders: list[int]) -> tuple[str, str]:
+    name, words, _ = caught(lambda: joined_through(collective, aggregator, [], senders))
+    return name, words
+
+
+def test_an_aggregator_is_given_what_has_a_weight(world: World) -> None:
+    """Two of three: the median is their mean."""
+    for joint in world.run(joined_through, Median(), [1.5, 0.0, 1.5], [0, 1, 2]):
+        torch.testing.assert_close(joint, (values_of(0, 0) + values_of(2, 0)) / 2)
+
+
+def test_senders_are_ranks_and_not_places(world: World) -> None:
+    """Worker 0 is gone, and with it the one that is trusted: nobody is in its place."""
+    for name, words in world.run(refused_through, FLTrust(), [1, 2, 5]):
+        assert name == "RunFailed"
+        assert "trusted=0 has sent nothing; those who have are [1, 2, 5]; workers 1, 2, 5 have" in words
+    trusted = world.run(joined_through, FLTrust(trusted=5), [], [1, 2, 5])
+    assert all(torch.equal(joint, trusted[0]) for joint in trusted)
 
 
 @pytest.mark.parametrize("codec", [OneBit(), TopK(ratio=0.1), RandomK(), Sign(), Int8(), QSGD()], ids=str)

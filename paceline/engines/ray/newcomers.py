@@ -162,7 +162,10 @@ class Newcomers:
             self._watch.add(name, info.pid)
         self._survival.add(name, info.pid, is_here=is_here)
         newcomer = Newcomer(
-            rank, max(1, info.num_cores // self._num_workers[info.node_id]), in_pieces=self._spec.is_apart
+            rank,
+            num_threads=max(1, info.num_cores // self._num_workers[info.node_id]),
+            num_first=self._spec.num_first,
+            in_pieces=self._spec.is_apart,
         )
         spec = replace(self._spec, workers=(info,), is_resumed=False, newcomer=newcomer)
         if self._takeover is not None:

@@ -227,6 +227,7 @@ class WorkerActor:
             connect_mailbox=connect_mailbox,
             reform=reforming,
             lane_keeper=reforming,
+            num_first=spec.num_first,
             num_at_start=spec.num_at_start,
         )
         restored = Checkpoint.decode(line.load_checkpoint(), where="the checkpoint") if spec.is_resumed else None

@@ -53,6 +53,8 @@ class Newcomer:
 
     rank: int
     num_threads: int
+    num_first: int
+    """The workers that were there before anybody joined."""
     in_pieces: bool
     """Servers hold their ranges in pieces."""
 
@@ -84,6 +86,11 @@ class WorldSpec:
     @property
     def size(self) -> int:
         return len(self.workers)
+
+    @property
+    def num_first(self) -> int:
+        """The workers that were there before anybody joined."""
+        return self.size if self.newcomer is None else self.newcomer.num_first
 
     @property
     def num_hosts(self) -> int:

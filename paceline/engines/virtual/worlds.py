@@ -164,6 +164,7 @@ class Worlds:
             connect_mailbox=partial(self._mailbox, rank, process, lambda: roll.meeting, repeat(0)),
             reform=reform,
             lane_keeper=reform,
+            num_first=self._job.num_workers,
             num_at_start=self._job.num_at_start or self._job.num_workers,
             pacing=self._pace(
                 rank,

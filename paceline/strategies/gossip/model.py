@@ -52,7 +52,7 @@ class FlatModel:
     def corrupt(self, context: Context, *, step: int) -> None:
         """A hostile worker's gradients, which move the model that neighbours get, become what its attack makes of
         them."""
-        if context.corrupt is not None:
+        if context.hostility is not None:
             own = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.replica.parameters]
             context.corrupt(own, step)
 

@@ -138,7 +138,7 @@ class GossipSynchronizer(Synchronizer):
             self.replica, self._strategy.nonfinite, rank=self.context.rank, step=self._steps + 1
         )
         applies = applies and self._has_samples
-        self._model.corrupt(self.context, step=self._steps)
+        self._corrupt()
         is_due = bool(self._schedule.due(self._steps + 1))
         if is_due:
             self.require_joint_step()
@@ -265,8 +265,21 @@ class GossipSynchronizer(Synchronizer):
         """With `awc` messages move while the next gradient is computed."""
         if self._strategy.order == "atc" or not self._schedule.due(self._steps + 1) or self._is_apart:
             return
-        try:
+        with self._noting_loss():
             self._start()
+
+    def _corrupt(self) -> None:
+        """Nobody attacks between a death that is noticed and the exchange, where all meet anew: before that nobody can
+        be told what others send."""
+        if not self._is_apart:
+            with self._noting_loss():
+                self._model.corrupt(self.context, step=self._steps)
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """Where workers come and go, note that somebody is gone; that is dealt with at the exchange."""
+        try:
+            yield
         except PeerLost:
             if self.context.recovery is None:
                 raise

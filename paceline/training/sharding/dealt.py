@@ -81,13 +81,18 @@ class Dealt:
         return self._num_done + len(self.under_way)
 
     def weight(self, first: int | None = None, stop: int | None = None) -> float:
-        """This worker's mean weight in the batches from one number on, counted from 0, to before another; by default,
+        """This worker's of `weights`."""
+        return self.weights(first, stop)[self.place]
+
+    def weights(self, first: int | None = None, stop: int | None = None) -> tuple[float, ...]:
+        """Each worker's mean weight in the batches from one number on, counted from 0, to before another; by default,
         in what is under way."""
         known = (*self._past, *self.under_way)
         begin = self.num_dealt - len(known)
         first, stop = self._num_done if first is None else first, self.num_dealt if stop is None else stop
         deals = known[max(0, first - begin) : max(0, stop - begin)]
-        return fmean(deal.weight(self.place) for deal in deals) if deals else 1.0
+        places = range(self._membership.size)
+        return tuple(fmean(deal.weight(place) for deal in deals) if deals else 1.0 for place in places)
 
     def commit(self, *, asks_from: int | None = None) -> bool:
         """What is under way is done. Returns whether the update has all its samples.

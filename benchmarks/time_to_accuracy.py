@@ -111,7 +111,7 @@ PARTS = {
         max_steps=400,
         eval_every=160,
         strategies=_less_said("codec.rank=4:codec.start=10"),
-        fewer=(("local-sgd:every=50", 4), ("local-sgd:every=50", 2)),
+        fewer=(("local-sgd:every=50", 4),),
     ),
     "mnist": Part(
         accuracy=0.90,

@@ -14,8 +14,8 @@ the steps that one worker has taken, is run as well. Planned steps are one worke
 need beside it.
 
 Runs are judged every so many steps of a worker, however many workers there are: who is judged after more steps is told
-later that it is there. One evaluation of the target ends a run, be it a lucky one; --hold 2 asks for two in a row, as
-the lab does by itself, and counts the time until the first.
+later that it is there. Two evaluations in a row are to reach the target, as the lab asks for by itself, so that a lucky
+one ends no run; what counts is the time until the first (--hold 1: one is enough).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ PARTS = {
         max_steps=400,
         eval_every=160,
         strategies=_less_said("codec.rank=4:codec.start=10"),
-        fewer=(("local-sgd:every=50", 3),),
+        fewer=(("local-sgd:every=50", 4),),
     ),
     "mnist": Part(
         accuracy=0.90,
@@ -150,7 +150,7 @@ def planned(part: Part, rate: str, one_steps: float | None) -> Plan:
     """The noise scale is measured.
 
     Args:
-        rate: at which it is.
+        rate: at which it is: one worker's.
         one_steps: of one worker to the target; none where a run of it did not come there.
     """
     seen = observing.observe(read_script(SCRIPT, [*part.script, "--lr", rate]), measures_noise=True)
@@ -198,7 +198,7 @@ def show(
     titles = ("rate", "steps", "steps planned", "ms a step", "ms planned", "seconds", "range", "sooner", "gap closed")
     for title in titles:
         table.add_column(title, justify="right")
-    pick = pick_of(found)
+    pick = pick_of(found, methods)
     for text, workers in methods:
         trials = studies[workers].frames.trials
         own = trials[trials["strategy"] == Variant.parse(text).text]
@@ -208,7 +208,7 @@ def show(
         times = own["time_to_target_s"]
         took_s = float(times.mean()) if own["reached"].all() else float("nan")
         cells = (
-            str(own["setting"].iloc[0]).removeprefix("lr=") or rates[0],
+            rate_of(own, rates),
             f"{steps_there.mean():.0f} ({steps_there.min():.0f} to {steps_there.max():.0f})",
             f"{planned_steps(found, text, workers, one_steps):.0f}",
             f"{float((own['training_time_s'] / steps).mean()) * 1e3:.2f}",
@@ -227,8 +227,15 @@ def show(
     tell([table], {**facts, "accuracy": part.accuracy, "seeds": int(everyone["seed"].nunique())})
 
 
-def pick_of(found: Plan) -> Method:
-    return found.best.label, found.best.prediction.workers
+def rate_of(trials: pd.DataFrame, rates: Sequence[str]) -> str:
+    """The learning rate of a method's trials."""
+    return str(trials["setting"].iloc[0]).removeprefix("lr=") or rates[0]
+
+
+def pick_of(found: Plan, methods: Sequence[Method]) -> Method:
+    """By the name that it has among the methods, if it is one of them."""
+    picked = found.best.label, found.best.prediction.workers
+    return next((each for each in methods if (Variant.parse(each[0]).text, each[1]) == picked), picked)
 
 
 def main() -> None:
@@ -237,20 +244,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", metavar="STRATEGY", help="these, beside DDP's exchange and one worker")
     parser.add_argument("--rate", help="the learning rate of all")
-    parser.add_argument("--hold", type=int, default=1, help="evaluations in a row that reach the target")
-    parser.add_argument("--out", type=Path, help="by default studies/low-bandwidth-PART")
+    parser.add_argument("--hold", type=int, default=2, help="evaluations in a row that reach the target")
+    parser.add_argument("--out", type=Path, help="by default studies/low-bandwidth-PART, or with -RATE behind it")
     args = parser.parse_args()
     torch.set_num_threads(1)  # on any machine the same sums, of which a ResNet's steps to a target depend
     part = PARTS[args.part]
-    out = args.out or Path("studies") / f"low-bandwidth-{args.part}"
+    name = "-".join(filter(None, (args.part, args.rate)))
+    out = args.out or Path("studies") / f"low-bandwidth-{name}"
     rates = part.rates if args.rate is None else (args.rate,)
     each = partial(conduct, part, seeds=args.seeds, rates=rates, hold=args.hold, out=out)
     methods = part.methods(args.only)
     studies = {workers: each(methods, workers=workers) for workers in dict.fromkeys(own for _, own in methods)}
     single = studies[1].frames.trials
     one_steps = float(single["iterations_to_target"].mean()) if single["reached"].all() else None
-    found = planned(part, rates[-1], one_steps)
-    pick = pick_of(found)
+    found = planned(part, rate_of(single, rates), one_steps)
+    pick = pick_of(found, methods)
     if pick not in methods:
         methods.append(pick)
         studies[pick[1]] = each(methods, workers=pick[1])

@@ -1,15 +1,18 @@
 """Steps of several clients as one, beside the same steps one client after another: a client step's processor time.
 
     python benchmarks/clients_at_once.py
+    python benchmarks/clients_at_once.py --processes 2
 
 Clients start from one model and go ways of their own, so that their weights are stacked: the script's forward pass maps
 over them by `torch.func.vmap`, or its linear layers multiply stacks of matrices (`stacked`), where autograd gives each
-gradient the layout of its weight. One thread, no loader, batches of ten.
+gradient the layout of its weight. One thread a process, no loader, batches of ten. Processes, as many as there are
+workers, share the cache in which the stacks lie.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,8 +153,11 @@ def require_equal(task: Task, way: Way) -> None:
         torch.testing.assert_close(stack.detach(), torch.stack([one.detach() for one in each]), rtol=1e-9, atol=1e-12)
 
 
-def measured(task: Task, ways: Mapping[str, Way], numbers: Sequence[int], repeats: int) -> dict[str, list[float]]:
+def measured(name: str, numbers: Sequence[int], repeats: int) -> dict[str, list[float]]:
     """Microseconds of a client step, one a repeat."""
+    torch.set_num_threads(1)
+    task = TASKS[name]
+    ways = task.ways
     for way in ways.values():
         require_equal(task, way)
     contenders = {ALONE: Steps(task, alone, 1)}
@@ -168,18 +174,22 @@ def measured(task: Task, ways: Mapping[str, Way], numbers: Sequence[int], repeat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, nargs="+", default=[5, 10], help="that go as one")
+    parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS), metavar="MODEL")
+    parser.add_argument("--processes", type=int, default=1, help="that do so at the same time")
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     table = Table("model", "clients' steps", title=f"A client step, batches of {BATCH_SIZE}", box=None)
     for heading in ("us, median", "times as fast as alone"):
         table.add_column(heading, justify="right")
     facts = {}
-    for name, task in TASKS.items():
-        found = facts[name] = measured(task, task.ways, args.clients, args.repeats)
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        asked = {name: [(name, args.clients, args.repeats)] * args.processes for name in args.models}
+        told = {name: pool.starmap(measured, each, chunksize=1) for name, each in asked.items()}
+    for name, of_each in told.items():
+        found = facts[name] = {label: [time for each in of_each for time in each[label]] for label in of_each[0]}
         for label, times in found.items():
             table.add_row(name, label, f"{statistics.median(times):.0f}", ratio_of(found[ALONE], times))
-    tell([table], {"found_us": facts})
+    tell([table], {"found_us": facts, "processes": args.processes})
 
 
 if __name__ == "__main__":

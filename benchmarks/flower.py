@@ -1,5 +1,6 @@
 """A hundred clients with MNIST, ten a round: Flower's simulation beside `fed-avg` on both engines, and loops that do
-nothing but train. Seconds to the first batch, rounds a second, and what a client's turn takes besides its training.
+nothing but train. Seconds to the first batch, rounds a second, and what a client's turn takes besides its training. Of
+that a round's end is the part by which the last turn of a round takes longer than those before it.
 
     python benchmarks/flower.py --flower PYTHON --rounds 30 --repeats 3
     python benchmarks/flower.py --flower PYTHON --model fedavg-cnn --rounds 4 --repeats 3
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +52,8 @@ class Outcome(NamedTuple):
     """From the command to the first batch; with bare loops, to the first of a process that has loaded torch."""
     rounds_per_s: float
     accuracy: float | None
+    round_end_s: float | None = None
+    """By so much the last turn of a round takes longer, on the worker that wrote its turns down."""
 
 
 def of_flower(python: str, model: str, path: Path, rounds: int, workers: int) -> Outcome:
@@ -74,7 +78,15 @@ def of_paceline(engine: str, model: str, rounds: int, workers: int) -> Outcome:
     a_round = A_ROUND if engine == "virtual" else A_ROUND // workers  # turns of the worker that wrote them down
     first, last = a_round, a_round * (rounds - 1)
     rate = (rounds - 2) / (begun_s[last] - begun_s[first])
-    return Outcome(begun_s[0] - began_s, rate, accuracy)
+    return Outcome(begun_s[0] - began_s, rate, accuracy, round_end_s(begun_s[first : last + 1], a_round))
+
+
+def round_end_s(begun_s: Sequence[float], a_round: int) -> float:
+    """Of the times at which turns began, the first of a round first."""
+    taken_s = [after - before for before, after in pairwise(begun_s)]
+    lasts = taken_s[a_round - 1 :: a_round]
+    others = [taken for number, taken in enumerate(taken_s) if (number + 1) % a_round]
+    return statistics.median(lasts) - statistics.median(others)
 
 
 def _output(command: Sequence[str]) -> str:
@@ -185,7 +197,7 @@ def main() -> None:
 
 def table_of(found: dict[str, list[Outcome]], workers: int) -> Table:
     table = Table("contender", title=f"{NUM_CLIENTS} clients, {A_ROUND} a round, batches of {BATCH_SIZE}", box=None)
-    for heading in ("start, s", "rounds/s", "of Flower's", "more a turn, ms", "accuracy"):
+    for heading in ("start, s", "rounds/s", "of Flower's", "more a turn, ms", "round's end, ms", "accuracy"):
         table.add_column(heading, justify="right")
     rates = {name: [outcome.rounds_per_s for outcome in outcomes] for name, outcomes in found.items()}
     for name, outcomes in found.items():
@@ -194,6 +206,7 @@ def table_of(found: dict[str, list[Outcome]], workers: int) -> Table:
         more_ms = [
             (cores / rate - workers / bare) / A_ROUND * 1e3 for rate, bare in zip(rates[name], rates[BARE], strict=True)
         ]
+        ends_ms = [outcome.round_end_s * 1e3 for outcome in outcomes if outcome.round_end_s is not None]
         known = [outcome.accuracy for outcome in outcomes if outcome.accuracy is not None]
         table.add_row(
             name,
@@ -201,6 +214,7 @@ def table_of(found: dict[str, list[Outcome]], workers: int) -> Table:
             f"{statistics.median(rates[name]):.2f}",
             ratio_of(rates[name], rates[FLOWER]),
             "" if name == BARE else f"{statistics.median(more_ms):.2f} ({min(more_ms):.2f} to {max(more_ms):.2f})",
+            f"{statistics.median(ends_ms):.1f}" if ends_ms else "",
             f"{statistics.median(known):.1%}" if known else "",
         )
     return table

@@ -12,10 +12,12 @@ from typing import Any
 import psutil
 import torch
 
+from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.engines import striking
 from paceline.engines.ray.newcomers import CAME_TOO_LATE
 from paceline.engines.striking import Strike
 from paceline.records import EventRecord, read_records
+from paceline.strategies.federated.clients import with_what_clients_keep
 from paceline.strategies.traits import Traits
 from paceline.training.pauses import MODEL_FILE
 from paceline.training.row_tables import ROWS_FILE
@@ -84,17 +86,20 @@ def launcher(folder: Path, strikes: Sequence[Strike]) -> list[str]:
 
 def bound(traits: Traits, *, workers_die: bool) -> float:
     """How far the final model may be from the undisturbed run's: not at all where servers with copies die alone,
-    rounding where updates keep their samples. Without lock-step other samples, or other parameters, are in each, and a
-    codec leaves out other parts of them: nothing is promised."""
+    rounding where updates keep their samples, and rounds their clients. Without lock-step other samples, or other
+    parameters, are in each, and a codec leaves out other parts of them: nothing is promised."""
+    if traits.num_clients:
+        return _ROUNDING
     if not traits.lock_step or any(moved.codec is not None for moved in traits.traffic or ()):
         return float("inf")
     return 0.0 if traits.num_servers and not workers_die else _ROUNDING
 
 
-def distance(folder: Path, whole: Path) -> float:
-    """Of the final models, rows of tables among them, as a share of the undisturbed one's norm."""
-    own, other = (_model(each / "out") for each in (folder, whole))
-    if any(own[name].shape != other[name].shape for name in other):  # tables have the rows that were trained on
+def distance(folder: Path, whole: Path, *, has_clients: bool = False) -> float:
+    """Of the final models, rows of tables and what clients keep among them, as a share of the undisturbed one's norm.
+    Tables have the rows that were trained on."""
+    own, other = (_model(each / "out", has_clients=has_clients) for each in (folder, whole))
+    if {name: own[name].shape for name in own} != {name: other[name].shape for name in other}:
         return float("inf")
     pairs = [(own[name].double(), other[name].double()) for name in other if other[name].is_floating_point()]
     apart = sum(float((a - b).square().sum()) for a, b in pairs)
@@ -102,9 +107,13 @@ def distance(folder: Path, whole: Path) -> float:
     return float((torch.tensor(apart) / torch.tensor(norm)).sqrt()) if norm else apart
 
 
-def _model(out: Path) -> dict[str, torch.Tensor]:
+def _model(out: Path, *, has_clients: bool) -> dict[str, torch.Tensor]:
     rows = read_model_file(out / ROWS_FILE) if (out / ROWS_FILE).exists() else {}
-    return {**read_model_file(out / MODEL_FILE), **rows}
+    model = {**read_model_file(out / MODEL_FILE), **rows}
+    if not has_clients:
+        return model
+    checkpoint = Checkpoint.decode((out / FILE_NAME).read_bytes(), where=str(out))
+    return with_what_clients_keep(model, [worker.own for worker in checkpoint.workers])
 
 
 def apart(distance: float, traits: Traits, *, workers_die: bool) -> list[str]:
@@ -125,6 +134,22 @@ def samples(folder: Path, whole: Path) -> list[str]:
         told = f"sample {first} counts {counted[first]} times, and {wanted[first]} times in the undisturbed run"
         wrong.append(f"{len(differ)} samples count otherwise: {told}")
     return wrong
+
+
+def rounds(folder: Path, whole: Path) -> list[str]:
+    """Every round is to be of as many clients, samples and batches as in the undisturbed run, and alike on all
+    workers."""
+    found, wrong = _committed(folder)
+    wanted = _committed(whole)[0]
+    for number in sorted(wanted.keys() | found.keys()):
+        made_of, due = (_of_clients(each.get(number, (0, 0, 0))) for each in (found, wanted))
+        if made_of != due:
+            wrong.append(f"round {number} is of {made_of}, and of {due} in the undisturbed run")
+    return wrong
+
+
+def _of_clients(made_of: Sequence[int]) -> str:
+    return "{} clients, {} samples and {} batches".format(*made_of)
 
 
 def num_descriptors() -> int:

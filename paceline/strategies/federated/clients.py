@@ -123,6 +123,18 @@ class Clients:
         self._kept.close()
 
 
+def with_what_clients_keep(model: Mapping[str, Tensor], own: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What rounds have come to, whoever played them: this model, and what each client keeps, in the place of the
+    private layers, of which the model has the mean of those that workers have in place.
+
+    `own`: what workers gave as their own states.
+    """
+    all_own = {name: tensor for each in own for name, tensor in each.items()}
+    private = _without(_INITIAL, all_own)
+    shared = {name: tensor for name, tensor in model.items() if name not in private}
+    return shared | {name: tensor for name, tensor in all_own.items() if name.startswith(_CLIENT)}
+
+
 def _without(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What has the prefix, by the rest of its name."""
     return {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}

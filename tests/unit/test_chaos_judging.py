@@ -92,19 +92,21 @@ def keep(folder: Path, *own: dict[str, torch.Tensor]) -> None:
     (folder / "out" / "checkpoint.pt").write_bytes(found.encode())
 
 
-def test_what_clients_keep_is_compared_with_the_model(tmp_path: Path) -> None:
-    """Wherever it lies; private layers of the model are the mean of those that workers have in place."""
+def test_what_clients_keep_is_compared_and_private_layers_of_the_model_are_not(tmp_path: Path) -> None:
+    """Wherever it lies."""
     whole, moved, other, fewer = (rounds(tmp_path / name) for name in ("whole", "moved", "other", "fewer"))
     first, second = ({f"client.{number}.control.0": torch.full((4,), 1.0)} for number in range(2))
     keep(whole, {"initial.p": torch.zeros(1), **first, **second})
     keep(moved, {"initial.p": torch.zeros(1), **second}, first)
-    (moved / "out" / "model.safetensors").write_bytes(as_model_file({"w": torch.full((4,), 1.0), "p": torch.ones(1)}))
     keep(other, {**first, "client.1.control.0": torch.zeros(4)})
     keep(fewer, first)
-    assert judging.distance(moved, whole, has_clients=True) == 0.0
-    assert judging.distance(other, whole, has_clients=True) == pytest.approx((4 / 12) ** 0.5)
-    assert judging.distance(fewer, whole, has_clients=True) == float("inf")
-    assert judging.distance(fewer, whole) == 0.0
+    (moved / "out" / "model.safetensors").write_bytes(as_model_file({"w": torch.full((4,), 1.01), "p": torch.ones(1)}))
+    for each in (whole, other, fewer):
+        (each / "out" / "model.safetensors").write_bytes(as_model_file({"w": torch.ones(4), "p": torch.zeros(1)}))
+    assert judging.distance(moved, whole, has_clients=True) == pytest.approx(0.01, rel=1e-3)
+    assert judging.kept(moved, whole) == []
+    assert judging.kept(other, whole) == ["what clients keep is 0.71 from the undisturbed run's, and may be 0.02"]
+    assert judging.kept(fewer, whole) == ["what clients keep is inf from the undisturbed run's, and may be 0.02"]
 
 
 def run(folder: Path, *, steps: dict[int, list[int]], weight: float = 1.0, lost: tuple[str, ...] = ()) -> Path:

@@ -201,6 +201,7 @@ class Campaign:
             workers_die = any(who.startswith("worker") for who in judging.dying(folder, met))
             traits = self._traits if workers_die else self.strategy.traits
             wrong += judging.apart(distance, traits, workers_die=workers_die)
+            wrong += judging.kept(folder, whole) if traits.num_clients else []
         return Struck(folder, met, distance, (*wrong, *judging.left(folder, before)))
 
     def _lost(self, folder: Path, whole: Path, met: Sequence[Strike]) -> list[str]:

@@ -123,16 +123,10 @@ class Clients:
         self._kept.close()
 
 
-def with_what_clients_keep(model: Mapping[str, Tensor], own: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What rounds have come to, whoever played them: this model, and what each client keeps, in the place of the
-    private layers, of which the model has the mean of those that workers have in place.
-
-    `own`: what workers gave as their own states.
-    """
+def what_clients_keep(own: Sequence[Mapping[str, Tensor]]) -> tuple[frozenset[str], dict[str, Tensor]]:
+    """Of what workers gave as their own states: names of private layers, and what each client keeps."""
     all_own = {name: tensor for each in own for name, tensor in each.items()}
-    private = _without(_INITIAL, all_own)
-    shared = {name: tensor for name, tensor in model.items() if name not in private}
-    return shared | {name: tensor for name, tensor in all_own.items() if name.startswith(_CLIENT)}
+    return frozenset(_without(_INITIAL, all_own)), _without(_CLIENT, all_own)
 
 
 def _without(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

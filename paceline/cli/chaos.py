@@ -16,7 +16,8 @@ from paceline.errors import RunFailed, UsageError
 def chaos(
     script: common_options.Script,
     strategy: Annotated[
-        str, typer.Option(help="all-reduce, local updates (diloco:every=10), gossip, ad-psgd, or servers.")
+        str,
+        typer.Option(help="all-reduce, local updates (diloco:every=10), fed-avg, gossip, ad-psgd, or servers."),
     ] = "all-reduce",
     workers: Annotated[int, typer.Option(help="Processes that train.")] = 3,
     option: Annotated[
@@ -43,7 +44,7 @@ def chaos(
     start_deadline: common_options.StartDeadline = 120.0,
     seed: Annotated[int, typer.Option(help="Of the script, and of who is struck where, how and when.")] = 0,
     max_steps: Annotated[
-        int | None, typer.Option(help="End each run after so many iterations; under all-reduce and ps-bsp.")
+        int | None, typer.Option(help="End each run after so many iterations; under all-reduce, clients and ps-bsp.")
     ] = None,
     schedule: Annotated[
         Path | None, typer.Option(help="Strike as this file has it, which an earlier call wrote.", show_default=False)

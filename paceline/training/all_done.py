@@ -7,13 +7,15 @@ from typing import final
 from paceline.checkpoint import WorkerState
 from paceline.elastic import Deal
 from paceline.training import snapshot
+from paceline.training.worker_run import WorkerRun
 
 
 @final
 class AllDone:
-    """Samples and batches, those of workers that have died among them."""
+    """Samples and batches, those of workers that have died among them. The run's first worker says them for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: WorkerRun) -> None:
+        self._run = run
         self.now = (0, 0)
         self._at_update = (0, 0)
 
@@ -35,17 +37,18 @@ class AllDone:
         samples, batches = counts
         self.now = self._at_update = samples, batches
 
-    def said_by(self, *, is_first: bool) -> tuple[int, int]:
-        """The first worker says it for all."""
-        return self.now if is_first else (0, 0)
+    @property
+    def said(self) -> tuple[int, int]:
+        """As `Surviving.counts`."""
+        return self.now if self._run.context.is_first else (0, 0)
 
-    def for_later(self, worker: WorkerState, *, is_first: bool) -> WorkerState:
-        """What a checkpoint holds of this worker. The first one says what all have trained on up to the last update."""
-        samples, steps = self._at_update if is_first else (0, 0)
+    def for_later(self, worker: WorkerState) -> WorkerState:
+        """What a checkpoint holds of this worker: the first one's says what there was up to the last update."""
+        samples, steps = self._at_update if self._run.context.is_first else (0, 0)
         return replace(worker, samples=samples, steps=steps)
 
-    def go_on_from(self, workers: Sequence[WorkerState], *, size: int, iteration: int) -> list[WorkerState]:
+    def go_on_from(self, workers: Sequence[WorkerState], *, iteration: int) -> list[WorkerState]:
         """What these had trained on counts, too, with any number of workers."""
-        workers = snapshot.beside_the_first(workers)
+        workers, size = snapshot.beside_the_first(workers), self._run.context.size
         self.take_up([sum(each.samples for each in workers), sum(each.steps for each in workers)])
         return [replace(each, steps=iteration) for each in [*workers, *(workers[0],) * size][:size]]

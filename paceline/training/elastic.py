@@ -3,7 +3,7 @@ all have."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast, final
+from typing import Any, TypeVar, final
 
 from paceline.checkpoint import WorkerState
 from paceline.elastic import Deal, Elastic, Member
@@ -21,10 +21,6 @@ from paceline.training.sharding.orders import Orders
 from paceline.training.surviving import meet_others, regrouped, repeated, require_one_of_each
 from paceline.training.worker_run import WorkerRun
 
-if TYPE_CHECKING:
-    from paceline.training.feeds import EachHandouts
-    from paceline.training.handouts import Handouts
-
 T = TypeVar("T")
 
 
@@ -40,12 +36,11 @@ class Survivor:
         self._run, self._elastic = run, elastic
         self._member = Member(run.context.rank, run.context.membership)
         self._data: Dealt | None = None
-        self._handouts: Handouts | None = None
         self._giving: Giving | None = None
         self._lacks_deals = False  # its state is from before what others have been dealt
         self.lacks_script = False
         """This worker has joined with schedulers of where a round began that the others have ended."""
-        self.all_done = AllDone()
+        self.all_done = AllDone(run)
         """That all workers together have trained on."""
         self.states: States | None = None
         self.last_result: Callable[[], Sequence[Raw]] = tuple
@@ -55,10 +50,9 @@ class Survivor:
         self.on_joined: Callable[[], None] = lambda: None
         """Called when somebody has come, before the next step: on all workers after the same one."""
 
-    def attach(self, given: Given, handouts: "Handouts | EachHandouts") -> None:
+    def attach(self, given: Given) -> None:
         """Look at what the script has prepared, and whose batches are committed."""
         require_one_of_each(given)
-        self._handouts = cast("Handouts", handouts)  # of one loader
         if self._elastic.global_batch == "keep":
             script_schedulers.hold_back(given.extra, self._run)
 
@@ -91,13 +85,7 @@ class Survivor:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """As `Surviving.counts`: the first worker says what all have trained on."""
-        return self.all_done.said_by(is_first=self._run.context.is_first)
-
-    @property
-    def handouts(self) -> "Handouts":
-        assert self._handouts is not None
-        return self._handouts
+        return self.all_done.said
 
     @property
     def under_way(self) -> tuple[Deal, ...]:
@@ -139,15 +127,15 @@ class Survivor:
         return {"counts": list(self.all_done.now), "data": self._dealt.state()}
 
     def for_later(self, worker: WorkerState) -> WorkerState:
-        worker = self.all_done.for_later(worker, is_first=self._run.context.is_first)
+        worker = self.all_done.for_later(worker)
         return replace(worker, stream=self._dealt.state_for_later())
 
     def in_pause(self, worker: WorkerState) -> WorkerState:
         """Whoever is the first now may not have been so at the end of its script."""
-        return self.all_done.for_later(worker, is_first=self._run.context.is_first)
+        return self.all_done.for_later(worker)
 
     def go_on_from(self, workers: Sequence[WorkerState], *, iteration: int) -> list[WorkerState]:
-        return self.all_done.go_on_from(workers, size=self._run.context.size, iteration=iteration)
+        return self.all_done.go_on_from(workers, iteration=iteration)
 
     def take_up(self, state: Mapping[str, Any], member: Member) -> None:
         """This worker has taken another one's state, and with it its place in the data."""
@@ -198,7 +186,7 @@ class Survivor:
         return self._dealt.weights(first, stop)
 
     def commit(self, *, asks_from: int | None = None) -> bool:
-        handouts, under_way = self.handouts, self._dealt.under_way
+        handouts, under_way = self._run.prepared.feed.handouts, self._dealt.under_way
         if not self._is_stepwise:
             handouts.look_back()  # otherwise the backward pass of one batch is under way
         if handouts.num_out > self._is_stepwise or (self._is_stepwise and not under_way):

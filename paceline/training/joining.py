@@ -114,7 +114,7 @@ class States:
         checkpoint = Checkpoint.of_plain(content["checkpoint"])
         self._checkpoints.take_up(checkpoint, checkpoint.workers[0])
         self._pauses.take_up(content["pauses"])
-        self._survivor.handouts.take_up(content["progress"])
+        self._run.prepared.feed.handouts.take_up(content["progress"])
         member = self._taken_of(content["member"])
         self._survivor.take_up(content["survivor"], member)
         self._survivor.meet_others(self._run.prepared.synchronizer, facts=content["facts"])

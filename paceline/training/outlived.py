@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,10 +20,6 @@ from paceline.training.sharding.lane import LaneData, Reached
 from paceline.training.sharding.orders import Orders
 from paceline.training.surviving import regrouped, repeated, require_one_of_each
 from paceline.training.worker_run import WorkerRun
-
-if TYPE_CHECKING:
-    from paceline.training.feeds import EachHandouts
-    from paceline.training.handouts import Handouts
 
 T = TypeVar("T")
 
@@ -48,7 +44,7 @@ class Outlived:
             samples, steps = lanes.samples, lanes.steps
         return run.samples + samples, run.steps + steps
 
-    def attach(self, given: Given, handouts: "Handouts | EachHandouts") -> None:
+    def attach(self, given: Given) -> None:
         require_one_of_each(given)
 
     def deals(self, orders: Orders) -> LaneData:
@@ -60,7 +56,7 @@ class Outlived:
 
     def done(self) -> Done:
         """As `Context.done`."""
-        run, (feed,) = self._run, self._run.prepared.feeds.values()
+        run, feed = self._run, self._run.prepared.feed
         reached = self._reached(feed.place)
         return Done(feed.place.epoch, *reached, run.samples + feed.handouts.num_samples, run.steps + 1)
 

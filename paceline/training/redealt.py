@@ -3,7 +3,7 @@ gone."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, final
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 
@@ -21,10 +21,6 @@ from paceline.training.sharding.orders import Orders
 from paceline.training.surviving import meet_others, regrouped, repeated, require_one_of_each
 from paceline.training.worker_run import WorkerRun
 
-if TYPE_CHECKING:
-    from paceline.training.feeds import EachHandouts
-    from paceline.training.handouts import Handouts
-
 T = TypeVar("T")
 
 
@@ -37,16 +33,14 @@ class Redealt:
     def __init__(self, run: WorkerRun) -> None:
         self._run = run
         self._member = Member(run.context.rank, run.context.membership)
-        self._handouts: Handouts | None = None
         self._gives: tuple[int, ...] = ()  # ranks that have this worker's state
         self._before = (0, 0)  # samples and batches of this worker when the round began
-        self.all_done = AllDone()
+        self.all_done = AllDone(run)
         self.states: States | None = None
         self.last_result: Callable[[], Sequence[Raw]] = tuple
 
-    def attach(self, given: Given, handouts: "Handouts | EachHandouts") -> None:
+    def attach(self, given: Given) -> None:
         require_one_of_each(given)
-        self._handouts = cast("Handouts", handouts)  # of one loader
 
     def deals(self, orders: Orders) -> NoReturn:
         raise AssertionError("clients' data are theirs")
@@ -63,13 +57,7 @@ class Redealt:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """As `Surviving.counts`: the first worker says what all have trained on."""
-        return self.all_done.said_by(is_first=self._run.context.is_first)
-
-    @property
-    def handouts(self) -> "Handouts":
-        assert self._handouts is not None
-        return self._handouts
+        return self.all_done.said
 
     def leaves(self) -> bool:
         """Whether this worker has been asked to leave, and has left: it has played nothing of the round."""
@@ -108,7 +96,7 @@ class Redealt:
     def take_up(self, state: Mapping[str, Any], member: Member) -> None:
         """This worker has taken another one's state. It counts its turns from that one's place on, or from its own
         script's, which may have gone further to be where the furthest was."""
-        run, (feed,) = self._run, self._run.prepared.feeds.values()
+        run, feed = self._run, self._run.prepared.feed
         num_turns = max(state["num_turns"], feed.loader.place.epoch)
         feed.loader.resume_at(Place(num_turns, 0), {})
         self.all_done.take_up(state["counts"])
@@ -120,7 +108,7 @@ class Redealt:
         meet_others(synchronizer, self.regroup, facts=facts)
 
     def for_later(self, worker: WorkerState) -> WorkerState:
-        return self.all_done.for_later(worker, is_first=self._run.context.is_first)
+        return self.all_done.for_later(worker)
 
     def in_pause(self, worker: WorkerState) -> WorkerState:
         """Whoever is the first now may not have been so at the end of its script."""
@@ -131,7 +119,7 @@ class Redealt:
         own = {name: tensor for worker in reversed(workers) for name, tensor in worker.own.items()}
         fates = {name: fate for worker in reversed(workers) for name, fate in worker.fates.items()}
         context = self._run.context
-        found = self.all_done.go_on_from(workers, size=context.size, iteration=iteration)
+        found = self.all_done.go_on_from(workers, iteration=iteration)
         mine = found[context.rank]
         self._before = (mine.samples, mine.steps)
         self._roster.begin_at(iteration, num_turns=mine.epoch)

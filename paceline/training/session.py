@@ -180,7 +180,7 @@ class Session:
         for number, (name, part) in enumerate(parts.items()):
             part.number, part.title, part.progress = number, name if others else "", handouts.progress
         if self._survivor is not None:
-            self._survivor.attach(given, handouts)
+            self._survivor.attach(given)
         account = Account(self.run.clock, synchronizer.timings)
         optimizers, names = given.optimizers, given.optimizer_names
         states = ExtraStates(model) if self.run.reporter.keeps_files else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from paceline.checkpoint import WorkerState
 from paceline.elastic import Member
@@ -14,10 +14,6 @@ from paceline.training.sharding import Place
 from paceline.training.sharding.orders import Orders
 from paceline.training.sharding.part import Source
 from paceline.training.worker_run import WorkerRun
-
-if TYPE_CHECKING:
-    from paceline.training.feeds import EachHandouts
-    from paceline.training.handouts import Handouts
 
 T = TypeVar("T")
 
@@ -33,7 +29,7 @@ class Surviving(Protocol):
     def counts(self) -> tuple[int, int]:
         """Samples and batches that this worker says in a pause; all workers' add up to what the run was trained on."""
 
-    def attach(self, given: Given, handouts: "Handouts | EachHandouts") -> None:
+    def attach(self, given: Given) -> None:
         """Look at what the script has prepared."""
 
     def deals(self, orders: Orders) -> Source:

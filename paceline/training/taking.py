@@ -19,7 +19,7 @@ def take(run: WorkerRun, enter: Callable[[Path, int], Member | int]) -> Member |
     Raises:
         BudgetReached: the run has ended.
     """
-    reform, (feed,) = run.context.reform, run.prepared.feeds.values()
+    reform, feed = run.context.reform, run.prepared.feed
     assert reform is not None
     while True:
         epoch = feed.loader.place.epoch

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast, final
+from typing import Any, TypeVar, final
 
 from paceline.checkpoint import WorkerState
 from paceline.elastic import Done
@@ -22,10 +22,6 @@ from paceline.training.sharding.dealt import Dealt
 from paceline.training.sharding.orders import Orders
 from paceline.training.worker_run import WorkerRun
 
-if TYPE_CHECKING:
-    from paceline.training.feeds import EachHandouts
-    from paceline.training.handouts import Handouts
-
 T = TypeVar("T")
 
 
@@ -41,19 +37,17 @@ class WholeBatches:
     def __init__(self, run: WorkerRun, outlived: Outlived) -> None:
         self._run, self._outlived = run, outlived
         self._data: Dealt | None = None
-        self._handouts: Handouts | None = None
-        self._all_done = AllDone()
+        self._all_done = AllDone(run)
         self._num_handed = 0  # batches of the round that is under way
         self._is_behind = False  # it has a state that others may have left behind
         self.lacks_script = False
 
     @property
     def counts(self) -> tuple[int, int]:
-        return self._all_done.said_by(is_first=self._run.context.is_first)
+        return self._all_done.said
 
-    def attach(self, given: Given, handouts: "Handouts | EachHandouts") -> None:
-        self._outlived.attach(given, handouts)
-        self._handouts = cast("Handouts", handouts)  # of one loader
+    def attach(self, given: Given) -> None:
+        self._outlived.attach(given)
         script_schedulers.hold_back(given.extra, self._run)
 
     def deals(self, orders: Orders) -> Dealt:
@@ -81,7 +75,7 @@ class WholeBatches:
         self._outlived.give(place)
 
     def for_later(self, worker: WorkerState) -> WorkerState:
-        worker = self._all_done.for_later(worker, is_first=self._run.context.is_first)
+        worker = self._all_done.for_later(worker)
         # Who has joined counts batches of its own from there on, and is where the others are.
         return replace(worker, num_batches_done=self._dealt.num_done_of_pass, stream=self._dealt.state_for_later())
 
@@ -89,7 +83,7 @@ class WholeBatches:
         return worker
 
     def go_on_from(self, workers: Sequence[WorkerState], *, iteration: int) -> list[WorkerState]:
-        return self._all_done.go_on_from(workers, size=self._run.context.size, iteration=iteration)
+        return self._all_done.go_on_from(workers, iteration=iteration)
 
     def share_script(self) -> None:
         script_schedulers.share(self._run, is_lacking=self.lacks_script)
@@ -125,17 +119,16 @@ class WholeBatches:
 
     def done(self) -> Done:
         """As `Context.done`."""
-        run, (feed,) = self._run, self._run.prepared.feeds.values()
+        run, feed = self._run, self._run.prepared.feed
         return Done(feed.place.epoch, samples=run.samples + feed.handouts.num_samples, steps=run.steps + 1)
 
     def share(self) -> Share:
         """As `Rounds`. Raises UsageError where the gradient is not of the batch that was handed out last."""
         self._require_one()
-        assert self._handouts is not None
-        if self._handouts.num_out or not self._dealt.under_way:
+        feed = self._run.prepared.feed
+        if feed.handouts.num_out or not self._dealt.under_way:
             self._refuse()
         (deal,) = self._dealt.under_way
-        (feed,) = self._run.prepared.feeds.values()
         own = len(deal.parts[self._dealt.place])
         return Share(own, deal.num_samples, feed.loader.place.epoch, deal.after.num_groups)
 

@@ -43,6 +43,12 @@ class Prepared:
     statistics: RunningStatistics | None = None
     """Of the global model's own, under strategies that make it of models that have trained apart."""
 
+    @property
+    def feed(self) -> Feed:
+        """Of a run with one loader."""
+        (feed,) = self.feeds.values()
+        return feed
+
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
         """As the synchronizer's."""

@@ -1,4 +1,4 @@
-"""Strikes of many kinds at given and at drawn places, over all-reduce, local updates, gossip and servers."""
+"""Strikes of many kinds at given and at drawn places, over all-reduce, local updates, clients, gossip and servers."""
 
 from __future__ import annotations
 
@@ -59,6 +59,25 @@ def test_nothing_is_lost_in_rounds_whoever_dies(start_on_cluster: Callable[..., 
     output = command.wait()
     assert command.status == 0, output
     assert ", 0 wrong; again: --schedule" in output
+
+
+@pytest.mark.timeout(900)
+def test_each_round_of_clients_is_the_undisturbed_one(start_on_cluster: Callable[..., Command], tmp_path: Path) -> None:
+    """One dies with what its first client of a round has contributed, and another with a round's result, when a third
+    has come. Clients' controls are compared, too."""
+    strikes = [
+        strike("worker-1", "contributes", 5, "kill"),
+        strike("worker-2", "has the result", 6, "segfault"),
+        strike("worker-0", "says what clients keep", 4, "pause"),
+    ]
+    given = ["--strategy", "scaffold", "--option", "clients=9", "--option", "fraction=0.67", "--workers", 3]
+    settings = [*given, "--max-steps", 8, "--schedule", scheduled(tmp_path, (strikes, 1))]
+    command = start_on_cluster("chaos", DEMO, *settings, "--out", tmp_path / "out", "--", "--epochs", 200)
+    output = command.wait()
+    assert command.status == 0, output
+    assert "2 deaths in 1 run, 0 wrong" in output
+    assert "pause worker-0" in output
+    assert re.search(r"model (\d\.\de-(0[5-9]|1\d)|0\.0e\+00) apart", output), output
 
 
 @pytest.mark.timeout(900)

@@ -20,7 +20,7 @@ from paceline.engines.scripting import Script, is_lack_of_memory
 from paceline.engines.striking import KINDS, SERVERS, Strike, acts, connections, hosts
 from paceline.errors import RunFailed, UsageError
 from paceline.running.chaos import Campaign, Schedule, drawing, launcher, runs, schedule
-from paceline.running.chaos.program import AMONG_WORKERS, IN_PAIRS, UNDER_SERVERS
+from paceline.running.chaos.program import AMONG_WORKERS, PLACES, UNDER_SERVERS
 from paceline.running.chaos.roles import Role, roles_of
 from paceline.strategies import build
 
@@ -33,7 +33,7 @@ WORKER, SERVER = Role("worker", AMONG_WORKERS, 2), Role("server", SERVERS, 1, is
 
 
 def test_places_are_there() -> None:
-    places = [AMONG_WORKERS.all, UNDER_SERVERS.all, IN_PAIRS.all, SERVERS.all, launcher.PLACES]
+    places = [*(each.all for each in PLACES.values()), SERVERS.all, launcher.PLACES]
     for owner, name in [place for each in places for place in each.values()]:
         assert callable(getattr(owner, name))
 
@@ -116,6 +116,7 @@ def test_workers_and_servers_are_struck_in_one_run_and_apart(monkeypatch) -> Non
         ("ad-psgd", {}, True, {"worker": 2}),
         ("all-reduce", {"algorithm": "ring"}, True, {"worker": 2}),
         ("all-reduce", {"aggregate": "median"}, True, {}),
+        ("scaffold", {}, True, {"worker": 2}),
     ],
 )
 def test_the_roles_are_those_that_a_run_survives(strategy: str, options, is_elastic: bool, struck) -> None:
@@ -339,7 +340,7 @@ def test_a_connection_is_cut_and_no_other(tmp_path: Path, monkeypatch) -> None:
             "all-reduce",
             {"aggregate": "median"},
             {},
-            "chaos strikes workers under all-reduce, local updates, gossip, ad-psgd",
+            "chaos strikes workers under all-reduce, local updates, rounds of clients, gossip, ad-psgd",
         ),
         ("ps-bsp", {"servers": 2, "replicas": 1}, {"global_batch": "keep"}, "--global-batch has no effect under"),
         (
@@ -351,6 +352,8 @@ def test_a_connection_is_cut_and_no_other(tmp_path: Path, monkeypatch) -> None:
         ("all-reduce", {}, {"at_least": 3}, "--at-least 3 of --workers 3 leaves nobody to be struck"),
         ("ps-bsp", {"servers": 2, "replicas": 1}, {"at_least": 1}, "--at-least has no effect under ps-bsp"),
         ("diloco", {}, {"max_steps": 9}, "--max-steps under diloco: runs would end with other samples"),
+        ("fed-avg", {}, {}, "strategy fed-avg: give --max-steps, and have the script train for longer"),
+        ("fed-avg", {"aggregate": "fools-gold"}, {"max_steps": 9}, "chaos strikes workers under all-reduce"),
         (
             "ps-bsp",
             {"servers": 2, "replicas": 1},

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.checkpoint import Checkpoint, WorkerState
 from paceline.engines.scripting import Script
 from paceline.engines.striking import Strike
 from paceline.errors import RunFailed, UsageError
@@ -35,6 +36,77 @@ def test_a_schedule_that_struck_nobody_is_no_success(tmp_path: Path, monkeypatch
     assert next(struck).met == ()
     with pytest.raises(RunFailed, match="no run came to where the schedule strikes"):
         next(struck)
+
+
+def test_a_campaign_ends_when_the_hosts_that_its_last_run_struck_are_there_again(tmp_path: Path, monkeypatch) -> None:
+    """As each run begins when those of the one before are."""
+    log: list[str] = []
+
+    def make(self: runs.Runs, name: str, scene: schedule.Scene) -> Path:
+        log.append(name)
+        folder = run(self.out / name, steps={1: [0]})
+        (folder / "struck").mkdir()
+        for strike in scene.strikes:
+            (folder / "struck" / strike.mark).touch()
+        for who, network in (("launcher", "1"), ("worker-0", "2"), ("worker-1", "1")):
+            (folder / "networks" / who).write_text(network)
+        return folder
+
+    monkeypatch.setattr(runs.Runs, "make", make)
+    monkeypatch.setattr("paceline.running.chaos.campaign.connected", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr("paceline.running.chaos.campaign.nodes", list)
+    monkeypatch.setattr("paceline.running.chaos.campaign.await_hosts", lambda hosts, *, within_s: log.append("hosts"))
+    made = Campaign(script=SCRIPT, strategy=build("all-reduce", {}), workers=2, out=tmp_path / "out")
+    made.out.mkdir()
+    scenes = [schedule.Scene((Strike("worker-0", "has the result", 1, kind),)) for kind in ("node", "kill", "node")]
+    assert len([*made.runs(kills=1, given=Schedule(tuple(scenes)))]) == 3
+    assert log == ["undisturbed", "run-1", "hosts", "run-2", "run-3", "hosts"]
+
+
+def rounds(folder: Path, *made_of: list[int]) -> Path:
+    run(folder, steps={})
+    for rank in range(2):
+        lines = [json.dumps([number, each, "alike"]) + "\n" for number, each in enumerate(made_of, start=1)]
+        (folder / "committed" / f"worker-{rank}").write_text("".join(lines[: 3 - rank]))
+    return folder
+
+
+def test_rounds_of_other_clients_are_found(tmp_path: Path) -> None:
+    """A worker that has died has fewer rounds, which others have."""
+    whole = rounds(tmp_path / "whole", [6, 60, 15], [6, 66, 17])
+    assert judging.rounds(rounds(tmp_path / "right", [6, 60, 15], [6, 66, 17]), whole) == []
+    wrong = rounds(tmp_path / "wrong", [6, 60, 15], [7, 76, 20])
+    told = "round 2 is of 7 clients, 76 samples and 20 batches, and of 6 clients, 66 samples and 17 batches"
+    assert judging.rounds(wrong, whole) == [f"{told} in the undisturbed run"]
+    (told,) = judging.rounds(rounds(tmp_path / "short", [6, 60, 15]), whole)
+    assert told.startswith("round 2 is of 0 clients")
+    (wrong / "committed" / "worker-1").write_text('[1, [6, 60, 15], "other"]\n')
+    assert "worker-1 has another model at step 1" in judging.rounds(wrong, whole)
+    assert judging.bound(build("fed-avg", {}).traits, workers_die=True) == 1e-3
+
+
+def keep(folder: Path, *own: dict[str, torch.Tensor]) -> None:
+    """A checkpoint of workers with these states."""
+    workers = [WorkerState(rank, 0, 0, 0, {}, own=each) for rank, each in enumerate(own)]
+    found = Checkpoint(1, 0.0, model={}, optimizer={}, groups=[], workers=workers, seed=0)
+    (folder / "out" / "checkpoint.pt").write_bytes(found.encode())
+
+
+def test_what_clients_keep_is_compared_and_private_layers_of_the_model_are_not(tmp_path: Path) -> None:
+    """Wherever it lies."""
+    whole, moved, other, fewer = (rounds(tmp_path / name) for name in ("whole", "moved", "other", "fewer"))
+    first, second = ({f"client.{number}.control.0": torch.full((4,), 1.0)} for number in range(2))
+    keep(whole, {"initial.p": torch.zeros(1), **first, **second})
+    keep(moved, {"initial.p": torch.zeros(1), **second}, first)
+    keep(other, {**first, "client.1.control.0": torch.zeros(4)})
+    keep(fewer, first)
+    (moved / "out" / "model.safetensors").write_bytes(as_model_file({"w": torch.full((4,), 1.01), "p": torch.ones(1)}))
+    for each in (whole, other, fewer):
+        (each / "out" / "model.safetensors").write_bytes(as_model_file({"w": torch.ones(4), "p": torch.zeros(1)}))
+    assert judging.distance(moved, whole, has_clients=True) == pytest.approx(0.01, rel=1e-3)
+    assert judging.kept(moved, whole) == []
+    assert judging.kept(other, whole) == ["what clients keep is 0.71 from the undisturbed run's, and may be 0.02"]
+    assert judging.kept(fewer, whole) == ["what clients keep is inf from the undisturbed run's, and may be 0.02"]
 
 
 def run(folder: Path, *, steps: dict[int, list[int]], weight: float = 1.0, lost: tuple[str, ...] = ()) -> Path:

@@ -16,11 +16,12 @@ from paceline.comm.run_store import StoreKeeper
 from paceline.comm.wire import Keys, Listener
 from paceline.engines.ray.control import LauncherAddress
 from paceline.engines.ray.file_writing import FileWriting, reason
+from paceline.engines.ray.record_writing import RecordWriting
 from paceline.engines.standing import Progress
 from paceline.engines.standstill import Standstill
 from paceline.errors import RunFailed
 from paceline.messages import Kind, Message, Raw, WireError, cut_into_frames, raw_bytes
-from paceline.records import EventRecord, Record, RecordWriter, from_plain, unpack_steps
+from paceline.records import EventRecord, Record, from_plain, unpack_steps
 
 _TURN_S = 0.2
 _LAST_FILE_S = 10.0
@@ -28,11 +29,11 @@ _LAST_FILE_S = 10.0
 
 @final
 class Controller:
-    """Keeps the run's records and files. Everything but the writing of files happens inside `turn`.
+    """Keeps the run's records and files. Everything but the writing to disk happens inside `turn`.
 
     Args:
         on_output: gets each line of the scripts' output, with who printed it.
-        on_records: gets records once they are written, the launcher's own among them.
+        on_records: gets records as they come, the launcher's own among them.
         checkpoint: given to members that ask what to go on from.
         checkpoints: writes those that members send; none: keeps as many as a run does that was asked for nothing.
     """
@@ -60,7 +61,7 @@ class Controller:
         self._epoch = epoch
         self.run = uuid.uuid4().hex
         self._on_output, self._on_records = on_output, on_records
-        self._writer = RecordWriter(directory)
+        self._records = RecordWriting(directory)
         self.num_steps: dict[str, int] = {}
         """How many steps every member had taken when it was last heard; for a server, its updates."""
         self.heard_s: dict[str, float] = {}
@@ -81,8 +82,6 @@ class Controller:
         self.gone: set[str] = set()
         """Members that have said all they had to say."""
         self.progress = Progress()
-        self.write_error: str | None = None
-        """Why records can no longer be written, once that is so."""
 
     @property
     def address(self) -> LauncherAddress:
@@ -91,12 +90,10 @@ class Controller:
     def turn(self, *, timeout_s: float) -> None:
         """Take in what has arrived, waiting up to `timeout_s` for the first message."""
         timeout_ms = int(timeout_s * 1000)
-        has_heard = False
         until_s = time.monotonic() + timeout_s + _TURN_S
         while ready := dict(self._poller.poll(timeout_ms)):
             timeout_ms = 0
             if self._listener.socket in ready:
-                has_heard = True
                 heard = self._listener.receive()
                 if heard is not None:
                     self._take(*heard)
@@ -105,12 +102,10 @@ class Controller:
             # Members that say much must not keep the launcher from looking after those that died.
             if time.monotonic() > until_s:
                 break
-        if has_heard:
-            self._guarded(self._writer.flush)
 
     def record(self, *records: Record) -> None:
-        """Write records, of a member or the launcher's own."""
-        self._guarded(lambda: self._writer.write(records))
+        """Have records written, of a member or the launcher's own."""
+        self._records.put(records)
         self.progress.take(records)
         self._on_records(records)
 
@@ -142,11 +137,15 @@ class Controller:
             self.turn(timeout_s=0.0)  # members wait for word from here
         return self._answer_written() > 0 or has_waited
 
+    def finish_records(self, *, limit_s: float | None = None) -> bool:
+        """Wait until all records so far are on the disk, or so long. Returns whether they are, or cannot be written."""
+        return self._records.mark().wait(limit_s)
+
     def close(self) -> None:
+        self._records.close()
         if not self._files.close(limit_s=_LAST_FILE_S):
             text = f"a file is not yet written in {self._directory} after {_LAST_FILE_S:.0f} s, and is given up"
             print(text, file=sys.stderr, flush=True)
-        self._guarded(self._writer.close)
         self._listener.close()
 
     def _take(self, name: bytes, frames: Sequence[Raw]) -> None:
@@ -175,8 +174,8 @@ class Controller:
                 for line in message.body["lines"]:
                     self._on_output(identity, str(line))
             elif message.kind is Kind.FILE:
-                self._guarded(self._writer.flush)  # what was recorded before a checkpoint is there when that is
-                self._files.begin(identity, str(message.body.get("name")), message.payload)
+                are_recorded = self._records.mark()  # what was before a checkpoint is to be there when that is
+                self._files.begin(identity, str(message.body.get("name")), message.payload, after=are_recorded)
             elif message.kind is Kind.RESULT:
                 self.words.append((message.kind, {**message.body, "payload": message.payload}))
             elif message.kind in (Kind.REPORT, Kind.GIFT, Kind.TAKE, Kind.RETIRED, Kind.ENDS, Kind.LANE):
@@ -199,13 +198,9 @@ class Controller:
             self.tell(identity, Kind.FILE_WRITTEN, error=error)
         return len(written)
 
-    def _guarded(self, write: Callable[[], None]) -> None:
-        """A full disk ends the run with its reason; the run's own loop raises it."""
-        try:
-            write()
-        except OSError as error:
-            self.write_error = f"cannot write records: {reason(error, self._directory)}"
-
     def raise_write_error(self) -> None:
-        if self.write_error is not None:
-            raise RunFailed(self.write_error)
+        """Raises RunFailed if records cannot be written, as on a full disk."""
+        error = self._records.error
+        if error is not None:
+            why = reason(error, self._directory) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            raise RunFailed(f"cannot write records: {why}")

@@ -34,8 +34,9 @@ class FileWriting:
     def fileno(self) -> int:
         return self._bell
 
-    def begin(self, identity: str, name: str, payload: Sequence[Raw]) -> None:
-        """Write a file that this member has sent."""
+    def begin(self, identity: str, name: str, payload: Sequence[Raw], *, after: threading.Event) -> None:
+        """Write a file that this member has sent, once that is set."""
+        self._jobs.put(after.wait)
         self._jobs.put(partial(self._write, identity, name, payload))
 
     def take_written(self) -> list[tuple[str, str | None]]:

@@ -324,6 +324,7 @@ class Supervisor:
         for server in self._members.servers.values():
             server.stop.remote()
         self._hear_last_words(set(self._members.actors))
+        self._controller.finish_records()
         self._controller.raise_write_error()
 
     def _hear_last_words(self, names: set[str]) -> None:

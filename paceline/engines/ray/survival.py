@@ -14,11 +14,11 @@ from paceline.engines.ray.lane_desk import LaneDesk
 from paceline.engines.ray.letting_go import LettingGo
 from paceline.engines.ray.liveness import MemoryKills
 from paceline.engines.ray.reforming import report_of
+from paceline.engines.silence import Silence
 from paceline.errors import RunFailed
 from paceline.membership import Membership
 from paceline.messages import Kind
 
-_OWN_PAUSE_S = 1.0  # a launcher that did not run for so long blames nobody for it
 _LEASE_DEADLINES = 3
 """A lease is so many deadlines long, so that a launcher that stands still for a moment loses nobody. Nothing hangs on
 its end: without the others' parts a worker applies no step meanwhile."""
@@ -39,6 +39,7 @@ class Survival:
             servers outlive workers.
         servers: those that others can take over from, by name, and so are ended when they are silent.
         say: shows a line where the run was started.
+        clock: one that does not go back, the controller's.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class Survival:
         letting_go: LettingGo | None = None,
         servers: Callable[[], Iterable[str]] = tuple,
         say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._desk, self._letting_go, self._servers = desk, letting_go, servers
         self._elastic, self._controller, self._pids, self._say = elastic, controller, dict(pids), say
         self._elsewhere = set(elsewhere)
@@ -72,9 +75,8 @@ class Survival:
         self._is_ending = False  # a worker has come to the end of its script
         self._why: dict[str, str] = {}
         self._deadline_s, self._awaited_s = deadline_s, 0.0
-        self._looked_s = time.monotonic()
         self._since_s: float | None = None  # when the first word of a change has come
-        self._heard_s: dict[str, float] = {}
+        self._silence = Silence(now_s=clock())
 
     @property
     def has_begun(self) -> bool:
@@ -117,7 +119,7 @@ class Survival:
         rank, progress = rank_of(name), self._controller.progress
         progress.phase = "training"  # whoever would have said so may be the one
         why = self.why(name)
-        self._since_s = time.monotonic()
+        self._since_s = self._clock()
         epoch = self._coordinator.membership.epoch
         self._coordinator, form = self._coordinator.died(rank)
         self._tell_lost(self._coordinator.living, epoch=epoch)
@@ -178,7 +180,7 @@ class Survival:
         name, left = f"worker-{rank}", len(self._coordinator.living) - 1
         self._controller.event("left", name, left=left)
         self._say(f"worker {rank} leaves; workers left: {left}")
-        self._since_s = time.monotonic()
+        self._since_s = self._clock()
         self.left.add(name)
         self._go_on_without(rank)
         epoch = self._coordinator.membership.epoch
@@ -224,7 +226,7 @@ class Survival:
             return
         if rank in self._coordinator.joining:
             self._waiting.add(rank)
-        self._since_s = self._since_s or time.monotonic()
+        self._since_s = self._since_s or self._clock()
         try:
             self._coordinator, form = self._coordinator.hear(report_of(body))
         except StaleEpoch as stale:
@@ -282,12 +284,9 @@ class Survival:
     def end_silent(self) -> None:
         """End the processes of members that have said nothing for the deadline, so that they are known to be gone.
         Those on other hosts have leases, and end by themselves if they are cut off."""
-        now_s = time.monotonic()
         if not self.has_begun:
             return
-        if now_s - self._looked_s > _OWN_PAUSE_S:
-            self._heard_s = dict.fromkeys(self._heard_s, now_s)
-        self._looked_s = now_s
+        self._silence.look(now_s=self._clock())
         watched = [f"worker-{rank}" for rank in (*self._coordinator.living, *self._coordinator.awaited)]
         deadline_s = self._elastic.deadline_s
         joining = {*self._coming, *(f"worker-{rank}" for rank in self._coordinator.joining)} - {*watched}
@@ -298,14 +297,13 @@ class Survival:
         for name in [*watched, *sorted(joining & self._elsewhere)]:
             if name in self._controller.gone:  # it has said goodbye, and is about to end
                 continue
-            heard_s = max(self._heard_s.get(name, 0.0), self._controller.heard_s.get(name, 0.0)) or now_s
-            self._heard_s[name] = heard_s
+            silent_s = self._silence.of(name, heard_s=self._controller.heard_s.get(name))
             # Nobody waits for who starts, which may take all of its host: only where it is cut off, it is given up.
             limit_s = lease_s if name in joining else deadline_s
             if name not in self._controller.heard_s:
                 limit_s = max(limit_s, _FIRST_WORD_S)
-            if now_s - heard_s > limit_s and name not in self._why:
-                self._why[name] = f"it was silent for {now_s - heard_s:.1f} s and was ended"
+            if silent_s > limit_s and name not in self._why:
+                self._why[name] = f"it was silent for {silent_s:.1f} s and was ended"
                 self._kill(name)
 
     def require_all(self) -> None:
@@ -314,8 +312,8 @@ class Survival:
         if not awaited:
             self._awaited_s = 0.0
             return
-        self._awaited_s = self._awaited_s or time.monotonic()
-        if time.monotonic() - self._awaited_s > self._deadline_s:
+        self._awaited_s = self._awaited_s or self._clock()
+        if self._clock() - self._awaited_s > self._deadline_s:
             joiners = [rank for rank in awaited if rank not in self._coordinator.living]
             if joiners:
                 for rank in joiners:
@@ -347,7 +345,7 @@ class Survival:
         if form is None:
             return
         ranks = form.membership.ranks
-        took_s = time.monotonic() - (self._since_s or time.monotonic())
+        took_s = self._clock() - (self._since_s or self._clock())
         self._since_s = None
         joined = [rank for rank in ranks if rank in self._waiting]
         self._controller.event(

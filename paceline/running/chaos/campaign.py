@@ -77,8 +77,8 @@ class Campaign:
         name = name_of(self.strategy)
         if not self._roles:
             raise UsageError(
-                f"strategy {name}: chaos strikes workers under all-reduce, local updates, gossip, ad-psgd and servers, "
-                "as --elastic has them, and servers with replicas=R, more than R of them"
+                f"strategy {name}: chaos strikes workers under all-reduce, local updates, rounds of clients, gossip, "
+                "ad-psgd and servers, as --elastic has them, and servers with replicas=R, more than R of them"
             )
         if self.global_batch is not None and not self._is_elastic:
             raise UsageError(f"--global-batch has no effect under {name}, where servers are struck; add --elastic")
@@ -86,7 +86,12 @@ class Campaign:
             raise UsageError(f"--at-least has no effect under {name}, where servers are struck; --elastic strikes both")
         if self._is_elastic and not 1 <= self._least < self.workers:
             raise UsageError(f"--at-least {self._least} of --workers {self.workers} leaves nobody to be struck")
-        if self.max_steps is not None and not self._traits.lock_step:
+        if self._traits.num_clients and self.max_steps is None:
+            raise UsageError(
+                f"strategy {name}: give --max-steps, and have the script train for longer than that: workers that are "
+                "left play the turns of the dead, too, and would be through with their epochs in an earlier round"
+            )
+        if self.max_steps is not None and not (self._traits.lock_step or self._traits.num_clients):
             raise UsageError(
                 f"--max-steps under {name}{', of whose workers some die' * self.strategy.traits.lock_step}: runs would "
                 "end with other samples, and cannot be compared; have the script train for fewer epochs"
@@ -148,22 +153,21 @@ class Campaign:
         far = judging.on_other_hosts(whole)
         require_hosts(given, far)
         calls = judging.calls(whole)
-        hosts, is_one_away = [node.address for node in nodes()], False
+        hosts = [node.address for node in nodes()]
         chance, scenes, died, idle, num_met = Random(self.seed), list[Scene](), 0, 0, 0
         while len(scenes) < len(given.scenes) if given is not None else died < kills:
             scene = given.scenes[len(scenes)] if given is not None else self._drawn(chance, calls, far, kills - died)
             scenes.append(scene)
             Schedule(tuple(scenes)).write(self.out / SCHEDULE_FILE)
-            if is_one_away:
-                await_hosts(hosts, within_s=_BACK_S)
             struck = self._struck(runs, f"run-{len(scenes)}", scene, whole)
-            is_one_away = any(striking.KINDS[strike.kind].is_of_host for strike in struck.met)
             idle = 0 if struck.met else idle + 1
             if idle > 5:
                 raise RunFailed(f"{idle} runs ended before they were struck; have the script train for longer")
             num_met += len(struck.met)
             died += struck.num_died
             yield struck
+            if any(striking.KINDS[strike.kind].is_of_host for strike in struck.met):
+                await_hosts(hosts, within_s=_BACK_S)
         if not num_met:
             raise RunFailed("no run came to where the schedule strikes; give one of this script and these settings")
 
@@ -191,17 +195,20 @@ class Campaign:
         met = striking.met(scene.strikes, folder)
         wrong, distance = [failure] if failure else [], float("nan")
         if not failure:
-            distance = judging.distance(folder, whole)
+            distance = judging.distance(folder, whole, has_clients=self.strategy.traits.num_clients > 0)
             wrong = judging.launcher(folder, met) if by_launcher else self._lost(folder, whole, met)
             # While no worker dies, an elastic run is as another one.
             workers_die = any(who.startswith("worker") for who in judging.dying(folder, met))
             traits = self._traits if workers_die else self.strategy.traits
             wrong += judging.apart(distance, traits, workers_die=workers_die)
+            wrong += judging.kept(folder, whole) if traits.num_clients else []
         return Struck(folder, met, distance, (*wrong, *judging.left(folder, before)))
 
     def _lost(self, folder: Path, whole: Path, met: Sequence[Strike]) -> list[str]:
         """A line for each member that was lost unstruck, and for what does not count as in the undisturbed run."""
         lost, traits = judging.losses(folder, met), self.strategy.traits
+        if traits.num_clients:
+            return lost + judging.rounds(folder, whole)
         if traits.meets_anew:
             return lost + gradients.of_steps(folder, whole)
         if not traits.num_servers:

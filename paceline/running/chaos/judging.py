@@ -5,23 +5,27 @@ import json
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.engines import striking
 from paceline.engines.ray.newcomers import CAME_TOO_LATE
 from paceline.engines.striking import Strike
 from paceline.records import EventRecord, read_records
+from paceline.strategies.federated.clients import what_clients_keep
 from paceline.strategies.traits import Traits
 from paceline.training.pauses import MODEL_FILE
 from paceline.training.row_tables import ROWS_FILE
 from paceline.training.snapshot import read_model_file
 
-_ROUNDING = 1e-3
+_ROUNDING, _ROUNDING_OF_CLIENTS = 1e-3, 2e-2
+"""Of models, as a share of their norm; and of what clients keep. That is made of gradients, which jump where an
+activation does, so that rounding grows in it; of nine clients one whose part is lost is 0.3 away."""
 _GRACE_S = 20.0
 _OF_RAY = 2
 """So many descriptors Ray itself may have opened meanwhile, and closes again later."""
@@ -84,17 +88,40 @@ def launcher(folder: Path, strikes: Sequence[Strike]) -> list[str]:
 
 def bound(traits: Traits, *, workers_die: bool) -> float:
     """How far the final model may be from the undisturbed run's: not at all where servers with copies die alone,
-    rounding where updates keep their samples. Without lock-step other samples, or other parameters, are in each, and a
-    codec leaves out other parts of them: nothing is promised."""
+    rounding where updates keep their samples, and rounds their clients. Without lock-step other samples, or other
+    parameters, are in each, and a codec leaves out other parts of them: nothing is promised."""
+    if traits.num_clients:
+        return _ROUNDING
     if not traits.lock_step or any(moved.codec is not None for moved in traits.traffic or ()):
         return float("inf")
     return 0.0 if traits.num_servers and not workers_die else _ROUNDING
 
 
-def distance(folder: Path, whole: Path) -> float:
-    """Of the final models, rows of tables among them, as a share of the undisturbed one's norm."""
-    own, other = (_model(each / "out") for each in (folder, whole))
-    if any(own[name].shape != other[name].shape for name in other):  # tables have the rows that were trained on
+def distance(folder: Path, whole: Path, *, has_clients: bool = False) -> float:
+    """Of the final models, rows of tables among them, as a share of the undisturbed one's norm. Of layers that are
+    clients' own the model has the mean of those that workers have in place, which counts in no verdict."""
+    private = _of_clients(whole)[0] if has_clients else frozenset()
+    models = (_model(each / "out") for each in (folder, whole))
+    own, other = ({name: tensor for name, tensor in each.items() if name not in private} for each in models)
+    return _distance(own, other)
+
+
+def kept(folder: Path, whole: Path) -> list[str]:
+    """Each client is to keep what it does in the undisturbed run, to rounding."""
+    far = _distance(_of_clients(folder)[1], _of_clients(whole)[1])
+    if far <= _ROUNDING_OF_CLIENTS:
+        return []
+    return [f"what clients keep is {far:.2g} from the undisturbed run's, and may be {_ROUNDING_OF_CLIENTS:g}"]
+
+
+def _of_clients(folder: Path) -> tuple[frozenset[str], Mapping[str, torch.Tensor]]:
+    content = (folder / "out" / FILE_NAME).read_bytes()
+    return what_clients_keep([worker.own for worker in Checkpoint.decode(content, where=str(folder)).workers])
+
+
+def _distance(own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    """Tables have the rows that were trained on."""
+    if {name: own[name].shape for name in own} != {name: other[name].shape for name in other}:
         return float("inf")
     pairs = [(own[name].double(), other[name].double()) for name in other if other[name].is_floating_point()]
     apart = sum(float((a - b).square().sum()) for a, b in pairs)
@@ -125,6 +152,22 @@ def samples(folder: Path, whole: Path) -> list[str]:
         told = f"sample {first} counts {counted[first]} times, and {wanted[first]} times in the undisturbed run"
         wrong.append(f"{len(differ)} samples count otherwise: {told}")
     return wrong
+
+
+def rounds(folder: Path, whole: Path) -> list[str]:
+    """Every round is to be of as many clients, samples and batches as in the undisturbed run, and alike on all
+    workers."""
+    found, wrong = _committed(folder)
+    wanted = _committed(whole)[0]
+    for number in sorted(wanted.keys() | found.keys()):
+        made_of, due = (_told(each.get(number, (0, 0, 0))) for each in (found, wanted))
+        if made_of != due:
+            wrong.append(f"round {number} is of {made_of}, and of {due} in the undisturbed run")
+    return wrong
+
+
+def _told(made_of: Sequence[int]) -> str:
+    return "{} clients, {} samples and {} batches".format(*made_of)
 
 
 def num_descriptors() -> int:

@@ -20,10 +20,15 @@ from paceline.engines.ray.reforming import Reforming
 from paceline.engines.scripting import Script, run_program
 from paceline.engines.striking import Places
 from paceline.engines.world import current
+from paceline.roster import Roster
 from paceline.server.spec import Push, Reply
 from paceline.strategies.base import StepOutcome
 from paceline.strategies.digests import digest
 from paceline.strategies.exchange import Exchange
+from paceline.strategies.federated.clients import Clients
+from paceline.strategies.federated.joining import Joined, Joining
+from paceline.strategies.federated.server import ServerModel
+from paceline.strategies.federated.synchronizer import FederatedSynchronizer
 from paceline.strategies.gossip.asynchronous import PairSynchronizer
 from paceline.strategies.gossip.links import Links
 from paceline.strategies.gossip.pairing import Pairing
@@ -38,6 +43,7 @@ from paceline.training.elastic import Survivor
 from paceline.training.entering import Entering
 from paceline.training.joining import States
 from paceline.training.pauses import Pauses
+from paceline.training.redealt import Redealt
 from paceline.training.sharding.dealt import Dealt
 from paceline.training.sharding.division import RankBatch
 from paceline.training.sharding.orders import Orders
@@ -56,6 +62,20 @@ AMONG_WORKERS = Places(
         "has the result": (Survivor, "commit"),
     },
     after_a_death={"has stopped": (Reforming, "_told"), "goes on with others": (Dealt, "resize")},
+    at_a_join={"gives its state": (Reforming, "give")},
+    as_joiner={"takes a state": (States, "_entered")},
+)
+IN_TURNS = Places(
+    often={
+        "is between steps": (Batches, "_on_return"),
+        "is in a pause": (Pauses, "meet"),
+        "begins a turn": (FederatedSynchronizer, "begin_turn"),
+        "contributes": (Joining, "add"),
+        "says what clients keep": (Clients, "gathered"),
+        "gives its part": (Joining, "join"),
+        "has the result": (Redealt, "commit"),
+    },
+    after_a_death={"has stopped": (Reforming, "_told"), "goes on with others": (Roster, "deal_anew")},
     at_a_join={"gives its state": (Reforming, "give")},
     as_joiner={"takes a state": (States, "_entered")},
 )
@@ -94,14 +114,21 @@ IN_PAIRS = Places(
     at_a_join={"gives its state": (Reforming, "give")},
     as_joiner={"takes a state": (Anew, "_entered")},
 )
-With = Literal["workers", "servers", "pairs"]
-"""With whom a worker exchanges: with all others, or some of them, in steps that all have in common; with servers; or
-with one neighbour after another."""
-PLACES: Mapping[With, Places] = {"workers": AMONG_WORKERS, "servers": UNDER_SERVERS, "pairs": IN_PAIRS}
+With = Literal["workers", "clients", "servers", "pairs"]
+"""With whom a worker exchanges: with all others, or some of them, in steps that all have in common, or when each has
+played its clients of a round; with servers; or with one neighbour after another."""
+PLACES: Mapping[With, Places] = {
+    "workers": AMONG_WORKERS,
+    "clients": IN_TURNS,
+    "servers": UNDER_SERVERS,
+    "pairs": IN_PAIRS,
+}
 
 
 def exchanges_with(traits: Traits) -> With:
     """Under a strategy whose workers may die."""
+    if traits.num_clients:
+        return "clients"
     return "servers" if traits.outlives_workers else "pairs" if traits.meets_anew else "workers"
 
 
@@ -152,6 +179,23 @@ def _alike(survivor: Survivor) -> str:
     if isinstance(outer, OuterModel):
         return digest(outer._parameters)
     return digest(synchronizer.replica.parameters if survivor._is_stepwise else ())
+
+
+def _write_rounds(who: str, num_rounds: list[int]) -> None:
+    """Of how many clients, samples and batches each round is, and the server's model after it."""
+    path = Path(os.environ[striking.VARIABLE], "committed", who)
+    step_with = ServerModel.step_with
+
+    @functools.wraps(step_with)
+    def written(server: ServerModel, joined: Joined, *, round_number: int, **counts: int) -> tuple[bool, bool]:
+        found = step_with(server, joined, round_number=round_number, **counts)
+        num_rounds[0] += 1
+        with path.open("a") as file:
+            made_of = [joined.num_contributions, *joined.trained]
+            print(json.dumps([round_number + 1, made_of, digest(server.parameters)]), file=file)
+        return found
+
+    _replace(ServerModel, "step_with", written)
 
 
 def _write_pushes(who: str, num_steps: list[int]) -> None:
@@ -226,6 +270,7 @@ def _count_steps(owner: Any, num_steps: list[int]) -> None:
 
 _WRITING: Mapping[With, Callable[[str, list[int]], None]] = {
     "workers": _write_commits,
+    "clients": _write_rounds,
     "servers": _write_pushes,
     "pairs": _write_steps,
 }

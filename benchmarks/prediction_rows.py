@@ -4,9 +4,9 @@
 
 Hosts are network namespaces of this machine (Linux and root needed). Two workers look up some thousand keys a step,
 which come alike or by Zipf's law, and sleep instead of computing. Two servers are on the workers' hosts, or on two
-others. For each rate a probe of two hosts describes the cluster, as in prediction.py, from whose file alone both
-predictions are made. A step is what a worker took for one on the average while both were at it, as there; of several
-runs the median counts. Bytes are what a worker's step has moved.
+others. For each rate and kind of keys a probe of two hosts describes the cluster, as in prediction.py, from whose file
+alone both predictions are made. A step is what a worker took for one on the average while both were at it, as there; of
+several runs the median counts. Bytes are what a worker's step has moved.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Cell:
     @property
     def probe(self) -> str:
         """What its cluster is probed with."""
-        return f"{self.rate_mbit:g}"
+        return f"{self.rate_mbit:g} {self.keys}"
 
     @property
     def label(self) -> str:

@@ -185,6 +185,17 @@ class Servers:
         '"separate": on hosts without workers; "with workers": one on each worker\'s host in turn', "separate"
     )
     request_us: float = setting("a server is at each request, besides the update", 0.0, least=0)
+    row_request_us: float | None = setting(
+        "a server is at a request about rows of tables, besides their bytes; none: request_us", None, least=0
+    )
+
+    @property
+    def request_s(self) -> float:
+        return self.request_us * 1e-6
+
+    @property
+    def row_request_s(self) -> float:
+        return self.request_s if self.row_request_us is None else self.row_request_us * 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +213,18 @@ class Communication:
     )
     request_core_us: float = setting(
         "of a core's time, at both ends, that a request to a server elsewhere and its answer take", 0.0, least=0
+    )
+    row_request_us: float | None = setting(
+        "a worker is at asking its servers for rows of tables, or giving them gradients of rows, besides the rows' "
+        "bytes; none: request_us",
+        None,
+        least=0,
+    )
+    row_request_core_us: float | None = setting(
+        "of a core's time, as request_core_us, that a request about rows takes; none: request_core_us", None, least=0
+    )
+    row_request_variation: float = setting(
+        "standard deviation over mean of what a request about rows takes either end, by chance", 0.0, least=0
     )
     packing_gbyte_per_s: float | None = setting(
         "at which a core encrypts and copies what goes to or comes from a server elsewhere; none: at once",
@@ -229,6 +252,19 @@ class Communication:
     def __post_init__(self) -> None:
         if self.loss >= 1:
             raise UsageError(f"loss is a part of the messages, below 1, not {self.loss}")
+
+    @property
+    def request_s(self) -> float:
+        return self.request_us * 1e-6
+
+    @property
+    def row_request_s(self) -> float:
+        return self.request_s if self.row_request_us is None else self.row_request_us * 1e-6
+
+    @property
+    def row_request_core_s(self) -> float:
+        us = self.request_core_us if self.row_request_core_us is None else self.row_request_core_us
+        return us * 1e-6
 
     @property
     def packing_bytes_per_s(self) -> float:

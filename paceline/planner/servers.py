@@ -181,8 +181,8 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
         both_s=both.busy_s,
         both_push_s=fabric.busy_s(push, both),
         update_s=float(update_s.max()),
-        request_s=math.ceil(range_bytes / frame_bytes) * cluster.servers.request_us * 1e-6 + decode_s,
-        ask_s=cluster.communication.request_us * 1e-6 + encode_s + rows.latency_s,
+        request_s=math.ceil(range_bytes / frame_bytes) * cluster.servers.request_s + decode_s,
+        ask_s=cluster.communication.request_s + encode_s + rows.latency_s,
         latency_s=2 * fabric.farthest_s(workers, servers) * (2 if has_quorum and num_servers > 1 else 1),
         num_pieces=range_bytes / piece_bytes,
         turn_s=min(1.0, last_bytes / range_bytes) * pull_s / num_workers if rows.turn_s is None else rows.turn_s,
@@ -209,15 +209,15 @@ def rows_beside(setting: Setting, *, row_staleness: int, joins: bool) -> tuple[f
     rows, servers = _row_exchange(setting, row_staleness, ()), np.array(setting.places.servers)
     touched_bytes = work.rows.updated_bytes_of(num_workers) if joins else num_workers * work.rows.updated_bytes_of(1)
     update_s = touched_bytes / len(servers) / float(setting.fabric.row_bytes_per_s[servers].min())
-    requests_s = num_workers * setting.cluster.servers.request_us * 1e-6
-    return rows.latency_s + rows.together_s + _round_trip_s(setting) + requests_s + update_s, rows.loads
+    due_s = _ways_s(setting) + setting.cluster.communication.request_s  # it says so
+    requests_s = num_workers * setting.cluster.servers.request_s
+    return rows.latency_s + rows.together_s + due_s + requests_s + update_s, rows.loads
 
 
-def _round_trip_s(setting: Setting) -> float:
-    """Of a request, with what making it takes a worker."""
+def _ways_s(setting: Setting) -> float:
+    """Of a request and its answer."""
     workers, servers = np.array(setting.places.workers), np.array(setting.places.servers)
-    way_s = float(setting.fabric.farthest_s(workers, servers).max())
-    return setting.cluster.communication.request_us * 1e-6 + 2 * way_s
+    return 2 * float(setting.fabric.farthest_s(workers, servers).max())
 
 
 class Way(NamedTuple):
@@ -308,7 +308,8 @@ def _row_exchange(setting: Setting, row_staleness: int, weights: Sequence[Weight
         turn_s = chunk_share * (pull.together_s - float(pull.own_s.max())) / max(1, setting.num_workers - 1)
     packed_bytes = _remote_bytes(setting, (push_bytes + pull_bytes) / num_servers)
     packed_s = packed_bytes / setting.fabric.packing_bytes_per_s
-    requests_s = num_requests * (_round_trip_s(setting) + setting.cluster.servers.request_us * 1e-6)
+    cluster = setting.cluster
+    requests_s = num_requests * (_ways_s(setting) + cluster.communication.row_request_s + cluster.servers.row_request_s)
     handled_s = _handled_s(setting, push_bytes + pull_bytes)
     ways = ((push, push_bytes), (pull, pull_bytes)) if rows is not None else ()
     return RowExchange(requests_s + handled_s, push, pull, packed_s, turn_s, _trips(setting, ways))

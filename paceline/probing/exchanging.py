@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import TypeVar, final
 
 import psutil
 import torch
 
 from paceline.comm.alone import AloneCollective
+from paceline.comm.servers.group import ServerGroup
 from paceline.comm.servers.service import ParameterService
 from paceline.comm.servers.sockets import ServerAddress, connect_servers
 from paceline.comm.wire import Keys
@@ -19,6 +20,7 @@ from paceline.layout import Layout, TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.messages import FRAME_BYTES
 from paceline.probing.echo import EPOCH
+from paceline.probing.row_requests import NUM_ROUNDS, SPEC, RoundTimes, RowRounds
 from paceline.probing.timing import CacheEmptier, mean_s
 from paceline.records import Reporter
 from paceline.server.admission import BulkSynchronous
@@ -36,8 +38,9 @@ _LARGE_S, _ALL_LARGE_S = 0.5, 10.0
 _MIN_PIECES, _MAX_PIECES = 4, 48
 _SPEC = OptimizerSpec(torch.optim.SGD, {"lr": 0.1}, ({"lr": 0.1},), element_wise=True)
 _DEADLINE_S = 60.0
-_FOREVER = 10**9
+_PUSH = Push(groups=None, void=False, pause_at=10**9, stop=False)
 
+T = TypeVar("T")
 Swap = Callable[[str], str]
 """Gives the other rank a text for its own; both call it at the same time."""
 
@@ -52,6 +55,13 @@ class ExchangeCost:
     """Processor time of both ends in one, as on cores that hosts share."""
     bytes_per_core_s: float
     """Sent or received in a second of processor time, besides what each request takes."""
+    row_request_s: float
+    """Seconds of a request about a few rows, there and back, after a pause. Together with an exchange of 1 KiB, two of
+    them are a step with rows; so what an update of these takes is among it."""
+    row_request_core_s: float
+    """Processor time of both ends in one."""
+    row_request_variation: float
+    """Standard deviation over mean of what such a request takes."""
 
 
 @final
@@ -83,7 +93,15 @@ class Exchanges:
         # that both together are what was measured.
         passed_bytes = 4 * num_pieces * FRAME_BYTES
         bytes_per_core_s = passed_bytes / max(large_core_s - num_pieces * request_core_s, 1e-9)
-        return ExchangeCost(request_s, request_core_s, bytes_per_core_s)
+        rounds, round_core_s = self._row_rounds()
+        return ExchangeCost(
+            request_s,
+            request_core_s,
+            bytes_per_core_s,
+            row_request_s=max(0.0, rounds.round_s - request_s) / 2,
+            row_request_core_s=max(0.0, round_core_s - request_core_s) / 2,
+            row_request_variation=rounds.variation,
+        )
 
     def _measured(
         self, num_bytes: int, count: int, *, in_a_row: int = 1, emptier: CacheEmptier | None = None
@@ -96,16 +114,32 @@ class Exchanges:
             for _ in range(in_a_row):
                 exchange()
 
-        with self._serving(num_bytes) as endpoint, self._attached(self.swap(endpoint), num_bytes) as exchange:
+        with self._serving(num_bytes) as endpoint, self._attached(self.swap(endpoint), num_bytes) as group:
+            exchange = partial(group.exchange, _PUSH)
             exchange()
-            self.swap("begin")
-            process_began_s, interrupts_began_s = time.process_time(), _interrupts_s()
-            exchange_s = mean_s(row, count) / in_a_row
-            self.swap("end")
-            process_s = time.process_time() - process_began_s - (0.0 if emptier is None else emptier.processor_s)
-            interrupts_s = (_interrupts_s() - interrupts_began_s) / self.num_sharing
+            exchange_s, core_s = self._with_core_s(lambda: mean_s(row, count) / in_a_row, emptier)
+        return exchange_s, core_s / count / in_a_row
+
+    def _row_rounds(self) -> tuple[RoundTimes, float]:
+        """What a round of a step with rows takes, and of processors' time."""
+        emptier = CacheEmptier()
+        with self._serving(_SMALL_BYTES) as endpoint, self._attached(self.swap(endpoint), _SMALL_BYTES) as group:
+            rounds = RowRounds(group.open_tables([SPEC]), partial(group.exchange, _PUSH), emptier)
+            rounds.warm_up()
+            times, core_s = self._with_core_s(rounds.times, emptier)
+        return times, core_s / NUM_ROUNDS
+
+    def _with_core_s(self, measure: Callable[[], T], emptier: CacheEmptier | None) -> tuple[T, float]:
+        """What both ranks measure at the same time, and the processor time that this one spends meanwhile, but for
+        emptying caches."""
+        self.swap("begin")
+        process_began_s, interrupts_began_s = time.process_time(), _interrupts_s()
+        measured = measure()
+        self.swap("end")
+        process_s = time.process_time() - process_began_s - (0.0 if emptier is None else emptier.processor_s)
+        interrupts_s = (_interrupts_s() - interrupts_began_s) / self.num_sharing
         # Packets are this process's doing; more than it takes itself are others' packets.
-        return exchange_s, (process_s + min(interrupts_s, process_s)) / count / in_a_row
+        return measured, process_s + min(interrupts_s, process_s)
 
     @contextmanager
     def _serving(self, num_bytes: int) -> Iterator[str]:
@@ -123,8 +157,8 @@ class Exchanges:
             thread.join()
 
     @contextmanager
-    def _attached(self, endpoint: str, num_bytes: int) -> Iterator[Callable[[], object]]:
-        """What a worker of that server does in a step."""
+    def _attached(self, endpoint: str, num_bytes: int) -> Iterator[ServerGroup]:
+        """A worker's way to that server."""
         group = connect_servers(
             self.keys,
             servers=[ServerAddress(endpoint, bell=None)],
@@ -136,7 +170,7 @@ class Exchanges:
         try:
             layout = _layout_of(num_bytes)
             group.attach(layout, _SPEC, group.allocate(layout.num_bytes), group.allocate(layout.num_bytes))
-            yield partial(group.exchange, Push(groups=None, void=False, pause_at=_FOREVER, stop=False))
+            yield group
         finally:
             group.close()
 

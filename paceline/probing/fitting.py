@@ -1,5 +1,6 @@
 """From what was measured to a cluster that the virtual engine simulates."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -46,13 +47,20 @@ def fit(
         about=about,
         hosts=tuple(_merged(kinds)),
         compute=_compute(steps),
-        servers=Servers(placement="with workers", request_us=_us(_request_s(pairs) / 2)),
+        servers=Servers(
+            placement="with workers",
+            request_us=_us(_request_s(pairs) / 2),
+            row_request_us=_us(_row_request_s(pairs) / 2),
+        ),
         communication=Communication(
             operation_us=_us(_operation_s(network, latency_s, num_hosts=len(hosts))),
             message_us=_us(max(0.0, median(pair.message_s - pair.latency_s for pair in pairs))),
             request_us=_us(_request_s(pairs) / 2),
             message_core_us=_us(median(pair.message_core_s for pair in pairs)),
             request_core_us=_us(median(pair.exchange.request_core_s for pair in pairs)),
+            row_request_us=_us(_row_request_s(pairs) / 2),
+            row_request_core_us=_us(median(pair.exchange.row_request_core_s for pair in pairs)),
+            row_request_variation=_rounded(_one_end(median(pair.exchange.row_request_variation for pair in pairs))),
             packing_gbyte_per_s=None if is_one else _rounded(_packing(network) / 1e9),
             exchange_gbyte_per_s=None if is_one else _rounded(_exchanged(network) / 1e9),
             unevenness=0.0 if is_one else _unevenness(network),
@@ -210,6 +218,17 @@ def _are_close(one: float, other: float) -> bool:
 def _request_s(pairs: Sequence[PairReport]) -> float:
     """What asking a server costs both ends together, besides the way there and back."""
     return max(0.0, median(pair.exchange.request_s - 2 * pair.latency_s for pair in pairs))
+
+
+def _row_request_s(pairs: Sequence[PairReport]) -> float:
+    """The same of asking about rows."""
+    return max(0.0, median(pair.exchange.row_request_s - 2 * pair.latency_s for pair in pairs))
+
+
+def _one_end(variation: float) -> float:
+    """Of each of two ends that take as long as each other and vary by themselves, where this is that of both
+    together."""
+    return math.sqrt(2) * variation
 
 
 def _operation_s(network: Sequence[NetworkReport], latency_s: float, *, num_hosts: int) -> float:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -28,9 +28,13 @@ def mean_s(action: Callable[[], object], count: int) -> float:
 
     The median of what takes either little or much is chance, and users wait for sums.
     """
-    times_s = sorted(_times_s(action, count))
-    num_trimmed = int(_TRIMMED * count)
-    return statistics.fmean(times_s[num_trimmed : count - num_trimmed])
+    return trimmed_mean(_times_s(action, count))
+
+
+def trimmed_mean(times_s: Sequence[float]) -> float:
+    """Without the extremes."""
+    num_trimmed = int(_TRIMMED * len(times_s))
+    return statistics.fmean(sorted(times_s)[num_trimmed : len(times_s) - num_trimmed])
 
 
 def _times_s(action: Callable[[], object], count: int, before: Callable[[], object] | None = None) -> list[float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from paceline.cluster.description import Communication, Servers
+from paceline.cluster.description import Cluster, Communication, Servers
 from paceline.nn import ShardedEmbedding
 from paceline.training.worker import Worker
 from tests.conformance.rows import loader_of, problem
@@ -44,17 +46,33 @@ def looking(worker: Worker, out: Path) -> None:
             optimizer.step()
 
 
+def with_rate(cluster: Cluster, bytes_per_s: float) -> Cluster:
+    """Rows are picked out so fast."""
+    hosts = tuple(replace(host, row_gbyte_per_s=bytes_per_s / 1e9) for host in cluster.hosts)
+    return replace(cluster, hosts=hosts)
+
+
+def free(cluster: Cluster) -> Cluster:
+    return with_rate(cluster, 1e15)
+
+
+def costly(cluster: Cluster) -> Cluster:
+    communication, servers = Communication(request_us=WORKER_S * 1e6), Servers(request_us=SERVER_S * 1e6)
+    return replace(with_rate(cluster, RATE), communication=communication, servers=servers)
+
+
+def times_s(out: Path, workers: int, cluster: Cluster) -> list[float]:
+    """When the first worker's steps end."""
+    result = run(looking, out, "ps-bsp", workers, cluster=cluster, max_steps=NUM_STEPS, options={"combine": "never"})
+    return [step.time_s for step in result.steps if step.worker == 0]
+
+
+def mean_s(ends_s: Sequence[float]) -> float:
+    return (ends_s[-1] - ends_s[1]) / (len(ends_s) - 2)
+
+
 def step_s(out: Path, workers: int, *, costs: bool) -> float:
-    cluster = cluster_of()
-    rate = RATE if costs else 1e15
-    cluster = replace(cluster, hosts=tuple(replace(host, row_gbyte_per_s=rate / 1e9) for host in cluster.hosts))
-    if costs:
-        communication, servers = Communication(request_us=WORKER_S * 1e6), Servers(request_us=SERVER_S * 1e6)
-        cluster = replace(cluster, communication=communication, servers=servers)
-    options = {"combine": "never"}
-    result = run(looking, out, "ps-bsp", workers, cluster=cluster, max_steps=NUM_STEPS, options=options)
-    own = [step.time_s for step in result.steps if step.worker == 0]
-    return (own[-1] - own[1]) / (len(own) - 2)
+    return mean_s(times_s(out, workers, (costly if costs else free)(cluster_of())))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -74,3 +92,27 @@ def test_a_step_with_rows(workers: int, tmp_path: Path) -> None:
     else:
         least_s, most_s = (at_workers_s + n * at_server_s + joining_s + update_s for n in (1, workers))
         assert least_s < found_s <= most_s * 1.001
+
+
+def test_requests_about_rows_have_costs_of_their_own(tmp_path: Path) -> None:
+    """Of three requests two are about rows. Where the cores are shared, these two need more of the one that there
+    is."""
+    said = Communication(request_us=WORKER_S * 1e6, row_request_us=3e3, row_request_core_us=9e3)
+    cluster = free(replace(cluster_of(), communication=said, servers=Servers(request_us=2e3, row_request_us=5e3)))
+    plain_s = mean_s(times_s(tmp_path / "free", 1, free(cluster_of())))
+    alone_s = mean_s(times_s(tmp_path / "alone", 1, cluster)) - plain_s
+    assert alone_s == pytest.approx(WORKER_S + SERVER_S + 2 * (3e-3 + 5e-3), rel=0.001)
+    shared_s = mean_s(times_s(tmp_path / "shared", 1, replace(cluster, shared_cores=1))) - plain_s
+    assert shared_s == pytest.approx(WORKER_S + SERVER_S + 2 * (4.5e-3 + 5e-3), rel=0.001)
+
+
+def test_requests_about_rows_vary_alike_each_time(tmp_path: Path) -> None:
+    said = Communication(row_request_us=3e3, row_request_variation=0.5)
+    cluster = free(replace(cluster_of(), communication=said))
+    first, again = (times_s(tmp_path / name, 1, cluster) for name in "ab")
+    assert first == again
+    steps_s = [after - before for before, after in pairwise(first[1:])]
+    assert max(steps_s) - min(steps_s) > 1e-3
+    steady = replace(cluster, communication=replace(said, row_request_variation=0.0))
+    steps_s = [after - before for before, after in pairwise(times_s(tmp_path / "c", 1, steady)[1:])]
+    assert max(steps_s) - min(steps_s) < 1e-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -131,6 +132,16 @@ def cluster_of(placement: Any) -> Cluster:
     return Cluster(hosts=(hosts,), compute=Compute(step_s=0.002), servers=Servers(placement=placement))
 
 
+def free(cluster: Cluster) -> Cluster:
+    return cluster
+
+
+def asking(cluster: Cluster) -> Cluster:
+    """Requests about rows take longer than others."""
+    said = Communication(request_us=100.0, row_request_us=400.0)
+    return replace(cluster, servers=replace(cluster.servers, row_request_us=300.0), communication=said)
+
+
 def costly(cluster: Cluster) -> Cluster:
     """Requests, and picking rows out of memory, take about as long as the links."""
     hosts = tuple(replace(host, row_gbyte_per_s=0.5) for host in cluster.hosts)
@@ -152,11 +163,11 @@ def costly(cluster: Cluster) -> Cluster:
         ("ps-asp:servers=2", "with workers", 0.15),
     ],
 )
-@pytest.mark.parametrize("costs", [False, True])
+@pytest.mark.parametrize("costs", [free, costly, asking])
 def test_the_virtual_engine_takes_as_long(
-    strategy: str, placement: str, tolerance: float, costs: bool, tmp_path: Path
+    strategy: str, placement: str, tolerance: float, costs: Callable[[Cluster], Cluster], tmp_path: Path
 ) -> None:
-    cluster = costly(cluster_of(placement)) if costs else cluster_of(placement)
+    cluster = costs(cluster_of(placement))
     chosen = Variant.parse(strategy).strategy
     found = predict(cluster, strategy=chosen, workers=2, work=seen())
     result = virtual_engine.run(train, strategy=strategy, workers=2, out=tmp_path, cluster=cluster, max_steps=28)
@@ -164,7 +175,8 @@ def test_the_virtual_engine_takes_as_long(
     for record in result.steps:
         ends_s.setdefault(record.step, []).append(record.time_s)
     took_s = [np.mean(ends_s[step]) - np.mean(ends_s[step - 1]) for step in (5, 6, 7, 9, 10, 11, 12, 13)]
-    assert found.step_s == pytest.approx(float(np.mean(took_s)), rel=tolerance)
+    # Plans add up requests that steps of several workers hide in part: the more these take, the farther off.
+    assert found.step_s == pytest.approx(float(np.mean(took_s)), rel=tolerance * (1.2 if costs is asking else 1.0))
     few = replace(seen(), rows=RowWork(2, ((0.0, 0.0),), 0.0, (0.0,)))  # what the rows themselves take is a good part
     assert predict(cluster, strategy=chosen, workers=2, work=few).step_s < found.step_s - 0.0003
 

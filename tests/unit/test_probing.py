@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,14 @@ def pair(source: int, destination: int, **changes: float) -> PairReport:
         "piece_s": 20e-3,
         "message_core_s": 20e-6,
     }
-    cost = {"request_s": 300e-6, "request_core_s": 180e-6, "bytes_per_core_s": 4e8}
+    cost = {
+        "request_s": 300e-6,
+        "request_core_s": 180e-6,
+        "bytes_per_core_s": 4e8,
+        "row_request_s": 900e-6,
+        "row_request_core_s": 700e-6,
+        "row_request_variation": 0.3,
+    }
     changed = {**numbers, **cost, **changes}
     exchange = ExchangeCost(**{name: changed.pop(name) for name in cost})
     return PairReport(source, destination, exchange=exchange, **changed)
@@ -91,6 +99,10 @@ def test_alike_hosts_are_one_table_with_every_number_worked_by_hand() -> None:
     assert cluster.communication.message_us == pytest.approx(30.0)
     assert cluster.communication.message_core_us == pytest.approx(20.0)
     assert cluster.communication.request_core_us == pytest.approx(180.0)
+    # 900 us of a request about rows, of which 100 us are the way; and two ends vary more than both together.
+    assert cluster.communication.row_request_us == cluster.servers.row_request_us == pytest.approx(400.0)
+    assert cluster.communication.row_request_core_us == pytest.approx(700.0)
+    assert cluster.communication.row_request_variation == pytest.approx(0.3 * math.sqrt(2), rel=1e-3)
     assert cluster.communication.operation_us == pytest.approx(1000.0 - 4 * 50.0)  # a ring of three has four rounds
     assert cluster.communication.packing_gbyte_per_s == 0.5
     assert cluster.communication.exchange_gbyte_per_s == 0.4
@@ -194,6 +206,7 @@ def test_whatever_was_measured_makes_a_file_that_is_read_back_as_it_was(
     means_s: list[float], noise: list[float], shares: list[float]
 ) -> None:
     names = ("latency_s", "message_s", "request_s", "bytes_per_s", "pushed_bytes_per_s", "piece_s", "message_core_s")
+    names += ("row_request_s", "row_request_core_s", "row_request_variation")
     count = max(2, len(means_s))
     changes = {
         (a, b): {name: noise[(a + b + i) % 8] for i, name in enumerate(names)}
@@ -227,17 +240,34 @@ def test_every_table_is_written() -> None:
         racks=Racks(hosts=2, bandwidth_gbit_per_s=5.0, core_gbit_per_s=7.0),
         sites=(here, there),
         compute=Compute(sample_s=0.1, distribution="log-normal", variation=0.2),
-        servers=Servers(placement="with workers", request_us=3.0),
+        servers=Servers(placement="with workers", request_us=3.0, row_request_us=4.0),
         communication=Communication(
             operation_us=1.0,
             packing_gbyte_per_s=0.5,
             exchange_gbyte_per_s=0.4,
             unevenness=0.3,
             request_core_us=7.0,
+            row_request_us=0.0,
+            row_request_core_us=8.0,
+            row_request_variation=0.5,
         ),
         shared_cores=2,
     )
     assert parse(as_toml(cluster), where="it") == cluster
+    assert "row_request_us = 0.0" in as_toml(cluster)  # which is not the default
+
+
+def test_a_file_that_says_nothing_of_requests_about_rows_has_them_as_any_request() -> None:
+    text = as_toml(fit(facts(2), taken(1.0, 1.0), reports(2), about="it"))
+    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("row_request"))
+    cluster = parse(text, where="it")
+    costs = cluster.communication
+    assert (costs.row_request_us, costs.row_request_core_us, costs.row_request_variation) == (None, None, 0.0)
+    assert costs.row_request_s == costs.request_s == pytest.approx(100e-6)
+    assert costs.row_request_core_s == pytest.approx(180e-6)
+    assert cluster.servers.row_request_s == cluster.servers.request_s == pytest.approx(100e-6)
+    with pytest.raises(UsageError, match="row_request_variation"):
+        parse(text.replace("[communication]", "[communication]\nrow_request_variation = -0.1"), where="it")
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------

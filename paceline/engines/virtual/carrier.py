@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.servers.carrier import Carrier
-from paceline.engines.virtual.computing.cores import Effort
+from paceline.engines.virtual.computing.requests import RequestCosts
 from paceline.engines.virtual.network.links import Network
 from paceline.engines.virtual.process import Process, Signal
 from paceline.engines.virtual.server import VirtualServer
@@ -24,8 +24,8 @@ from paceline.server.spec import OptimizerSpec
 @final
 class VirtualCarrier(Carrier):
     """Messages only stand for their tensors: servers read and write the worker's memory, while it waits. A request
-    takes the worker `request_s` besides what passes the network, of which an `effort` says how much needs a core that
-    others share. Rows, and gradients of rows, are divided among servers, and put together again, at a rate."""
+    takes the worker what `costs` say, besides what passes the network. Rows, and gradients of rows, are divided among
+    servers, and put together again, at a rate."""
 
     carries_bytes = False
 
@@ -37,14 +37,13 @@ class VirtualCarrier(Carrier):
         process: Process,
         host: int,
         row_bytes_per_s: float,
-        request_s: float = 0.0,
+        costs: RequestCosts,
         number: int = 0,
-        effort: Effort | None = None,
     ) -> None:
         self.host, self.number = host, number
         self.beside = [server.host == host for server in servers]
-        self._servers, self._network, self._process, self._request_s = servers, network, process, request_s
-        self._effort, self._row_bytes_per_s = effort, row_bytes_per_s
+        self._servers, self._network, self._process = servers, network, process
+        self._costs, self._row_bytes_per_s = costs, row_bytes_per_s
         self._taken_bytes = 0  # of rows that have come, and are to be put together
         self._client: Conversation | None = None
         self._store: Conversation | None = None  # which is not about rows
@@ -82,10 +81,11 @@ class VirtualCarrier(Carrier):
         self._send_off(list(sends))
 
     def _send_off(self, sends: Sequence[Send]) -> None:
-        core_s = sum(self._effort.of(is_beside=self.beside[index]) for index, _ in sends) if self._effort else 0.0
-        row_bytes = sum(message.tensor_bytes for _, message in sends if message.kind in ABOUT_ROWS)
-        self._process.compute(row_bytes / self._row_bytes_per_s)
-        self._process.send_off(self._request_s, core_s=core_s)
+        about_rows = [message for _, message in sends if message.kind in ABOUT_ROWS]
+        cost = self._costs.next(about_rows=bool(about_rows))
+        core_s = sum(cost.of_core_s(is_beside=self.beside[index]) for index, _ in sends)
+        self._process.compute(sum(message.tensor_bytes for message in about_rows) / self._row_bytes_per_s)
+        self._process.send_off(cost.duration_s, core_s=core_s)
         self._process.post(self._send, sends)
 
     def deliver(self, server: int, message: Message) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from paceline.engines.blame import Statement, judge
 from paceline.engines.scripting import outcome_of
-from paceline.engines.virtual.computing.cores import Effort
+from paceline.engines.virtual.computing.cores import Thread
+from paceline.engines.virtual.computing.requests import RequestCosts
 from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.network.links import Network
 from paceline.messages import ABOUT_ROWS, ALL_SHARDS, Kind, Message
@@ -35,9 +36,10 @@ class Client(Protocol):
 class VirtualServer:
     """Takes messages on the timeline, when they have arrived.
 
-    Requests are worked on one after the other, for `request_s` each: a push of a shard, or a request about rows. An
-    `effort` says how much of that needs a core that others share. An update takes the time of moving what it reads and
-    writes through the host's memory; rows, which lie scattered there, are picked out and put back at their own rate.
+    Requests are worked on one after the other: a push of a shard, or a request about rows. `costs` say how long each
+    takes, and how much of that needs the core of a `thread`, where others share it. An update takes the time of moving
+    what it reads and writes through the host's memory; rows, which lie scattered there, are picked out and put back at
+    their own rate.
     """
 
     def __init__(
@@ -50,9 +52,9 @@ class VirtualServer:
         memory_bytes_per_s: float,
         row_bytes_per_s: float,
         reporter: Reporter,
-        request_s: float = 0.0,
+        costs: RequestCosts,
         speed: float = 1.0,
-        effort: Effort | None = None,
+        thread: Thread | None = None,
     ) -> None:
         self.core = ServerCore(index=index, epoch=EPOCH)
         self.host = host
@@ -60,8 +62,7 @@ class VirtualServer:
         self._clients: dict[tuple[int, int], Client] = {}  # by the optimizer's number and the rank
         self._timeline, self._network, self._reporter = timeline, network, reporter
         self._memory_bytes_per_s, self._row_bytes_per_s = memory_bytes_per_s, row_bytes_per_s
-        self._request_s = request_s
-        self._speed, self._effort = speed, effort
+        self._costs, self._speed, self._thread = costs, speed, thread
         self._free_s = 0.0
         self.pushed_s: dict[int, float] = {}
         """By worker, when the first one of the run's optimizers had word of its last push."""
@@ -91,12 +92,13 @@ class VirtualServer:
         num_requests = 1 if message.kind in ABOUT_ROWS else 0
         if message.kind is Kind.EXCHANGE:
             num_requests = len(core.parts) if message.shard == ALL_SHARDS else 1
-        if self._effort is None:
-            self._take(client, message, num_requests * self._request_s)
+        cost = self._costs.next(about_rows=message.kind in ABOUT_ROWS)
+        if self._thread is None:
+            self._take(client, message, num_requests * cost.duration_s)
         else:
-            core_s = num_requests * self._effort.of(is_beside=client.host == self.host)
-            left_s = max(0.0, num_requests * self._request_s - core_s)
-            self._effort.thread.run(core_s, self._take, client, message, left_s)
+            core_s = num_requests * cost.of_core_s(is_beside=client.host == self.host)
+            left_s = max(0.0, num_requests * cost.duration_s - core_s)
+            self._thread.run(core_s, self._take, client, message, left_s)
 
     def _take(self, client: Client, message: Message, request_s: float) -> None:
         """The message is looked at, which takes `request_s` more."""

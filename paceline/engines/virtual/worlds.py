@@ -15,7 +15,8 @@ from paceline.comm.base import Collective, Store, Timing
 from paceline.comm.mailbox import Mailbox
 from paceline.comm.servers.group import Joins, ServerGroup
 from paceline.engines.virtual.carrier import VirtualCarrier
-from paceline.engines.virtual.computing.cores import Core, Effort, Thread
+from paceline.engines.virtual.computing import requests
+from paceline.engines.virtual.computing.cores import Core, Thread
 from paceline.engines.virtual.computing.durations import ComputeTimes, StepCost
 from paceline.engines.virtual.computing.pace import Pace
 from paceline.engines.virtual.events import EventQueue
@@ -87,10 +88,10 @@ class Worlds:
                 host=host,
                 memory_bytes_per_s=self._hosts[host].memory_gbyte_per_s * 1e9,
                 row_bytes_per_s=self._hosts[host].row_bytes_per_s,
-                request_s=cluster.servers.request_us * _US,
+                costs=requests.of_servers(cluster, self._draws("server", index)),
                 reporter=reporter,
                 speed=self._hosts[host].speed,
-                effort=self._effort(host),
+                thread=self._thread(host) if self._cores else None,
             )
             for index, host in enumerate(self.places.servers)
         ]
@@ -222,10 +223,9 @@ class Worlds:
         core_s = costs.message_core_us * _US / 2 if self._cores else 0.0
         return max(core_s, costs.message_us * _US - core_s), core_s
 
-    def _effort(self, host: int) -> Effort | None:
-        if not self._cores:
-            return None
-        return Effort(self._thread(host), self._job.cluster.communication.request_core_us * _US / 2)
+    def _draws(self, who: str, number: int) -> random.Random:
+        """What chance adds to the requests of this worker or server."""
+        return random.Random(derive(self._job.config.seed, f"requests of {who}", number))
 
     def _pace(
         self,
@@ -296,9 +296,8 @@ class Worlds:
             process=process,
             host=host,
             row_bytes_per_s=self._hosts[host].row_bytes_per_s,
-            request_s=self._job.cluster.communication.request_us * _US,
+            costs=requests.of_workers(self._job.cluster, self._draws("worker", rank)),
             number=number,
-            effort=self._effort(host),
         )
         in_pieces = len({*self.places.workers, *self.places.servers}) > 1
         return ServerGroup(

@@ -125,16 +125,3 @@ class Thread:
         self._is_at_work = True
         job.action(*job.arguments)
         self._is_at_work = False
-
-
-@final
-@dataclass(frozen=True)
-class Effort:
-    """What a request to a server takes of the core at one of its ends."""
-
-    thread: Thread
-    request_s: float
-
-    def of(self, *, is_beside: bool) -> float:
-        """Half as much between processes of one host, as nothing passes a socket there: an assumption."""
-        return self.request_s / 2 if is_beside else self.request_s

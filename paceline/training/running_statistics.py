@@ -128,9 +128,8 @@ class RunningStatistics:
         rest = _flat(self._statistics if float(any_gone_on) else self._restored)
         missing = (1 - count / NUM_BATCHES).clamp(min=0)
         means = total / count.clamp(min=1)
-        # One of the two may be infinite where it counts nothing.
-        mixed = torch.where(missing > 0, (1 - missing) * means + missing * rest, means)
-        return list(torch.where(count > 0, mixed, rest).split(lengths))
+        # The workers' own may be infinite where they count nothing.
+        return list(torch.where(missing > 0, (1 - missing) * means + missing * rest, means).split(lengths))
 
     def _tell(self) -> None:
         if self._failure and not self._has_told:

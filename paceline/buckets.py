@@ -1,6 +1,7 @@
 """Flat gradient buckets: every `param.grad` is a view of its bucket, and a full bucket is announced during backward."""
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -211,8 +212,9 @@ class GradientBuckets:
                 f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed; "
                 "torch.utils.checkpoint does so with use_reentrant=True: give it use_reentrant=False"
             )
-        while self._is_full() and not self.waits and self._has_no_other_hooks(self._next_bucket):
-            self._announce()
+        if self._missing[bucket] == 0:
+            while self._is_full() and not self.waits and self._has_no_other_hooks(self._next_bucket):
+                self._announce()
 
     def _is_full(self) -> bool:
         return self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0
@@ -324,9 +326,29 @@ class _WhenReady:
             raise
 
 
+@final
+class Computed(deque[Tensor]):
+    """True once backward has computed one of these parameters' gradients, until it is cleared.
+
+    What backward calls is `append` itself, which runs no Python: 1 us a gradient less, of those that only tell this.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        super().__init__(maxlen=1)
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self.append) for parameter in parameters]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.clear()
+
+
+_OWN_HOOKS = (_WhenReady, Computed, OwnHook)
+
+
 def is_own_hook(hook: object) -> bool:
     """Whether it is one of this package."""
-    return isinstance(hook, _WhenReady | OwnHook)
+    return isinstance(getattr(hook, "__self__", hook), _OWN_HOOKS)
 
 
 def when_gradient_is_ready(parameter: torch.nn.Parameter, method: Callable[[int], None], index: int) -> RemovableHandle:

@@ -2,14 +2,12 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.errors import UsageError
 
 
-@dataclass(frozen=True)
-class RankBatch:
+class RankBatch(NamedTuple):
     """One rank's part of one global batch."""
 
     samples: tuple[Any, ...]
@@ -34,6 +32,9 @@ def share_out(
     Raises:
         UsageError: there are fewer samples than ranks.
     """
+    if size == 1:
+        yield from (RankBatch(tuple(batch), 1.0) for batch in batches if len(batch))
+        return
     for group in groups_of(batches, size=size, drop_last=drop_last):
         yield part_of(group, rank)
 

@@ -221,8 +221,11 @@ class GradientBuckets:
 
     def _has_no_other_hooks(self, bucket: int) -> bool:
         """Whether nobody but Paceline looks at the bucket's gradients as they come."""
-        hooks = (self.parameters[index]._post_accumulate_grad_hooks for index in self._indices[bucket])
-        return all(is_own_hook(hook) for own in hooks for hook in (own or {}).values())
+        for index in self._indices[bucket]:  # no generators, of which each item is a call
+            for hook in (self.parameters[index]._post_accumulate_grad_hooks or {}).values():
+                if not is_own_hook(hook):
+                    return False
+        return True
 
     def _adopt(self, indices: Sequence[int]) -> list[float]:
         # All at once: on a conv net this takes 40 us, and gradient by gradient 100.

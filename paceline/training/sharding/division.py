@@ -33,7 +33,9 @@ def share_out(
         UsageError: there are fewer samples than ranks.
     """
     if size == 1:
-        yield from (RankBatch(tuple(batch), 1.0) for batch in batches if len(batch))
+        for batch in batches:
+            if len(batch):
+                yield RankBatch(tuple(batch), 1.0)
         return
     for group in groups_of(batches, size=size, drop_last=drop_last):
         yield part_of(group, rank)

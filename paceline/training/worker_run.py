@@ -78,7 +78,7 @@ class WorkerRun:
     """How a script goes on that has checkpoints of its own, so that the run writes none; empty for others."""
     awaits_others: bool = False
     """It waits in a pause, or at its end, for workers that have steps to go until there."""
-    prepared: Prepared = field(init=False)
+    prepared: Prepared = field(init=False, repr=False, compare=False)
     """What `prepare` was given, an attribute as it is asked for several times a step."""
 
     def __post_init__(self) -> None:

@@ -104,9 +104,9 @@ class FederatedSynchronizer(Synchronizer):
         if self._upload is not None:
             plain = sum(change.nbytes for change in self._server.parameters)
             self.facts = {"upload_bytes": self._upload.num_bytes(self._server.parameters), "uncoded_bytes": plain}
-        few = [parameter for parameter in replica.parameters if parameter.numel() <= _FEW]
-        self._looked_at = few if replica.is_light else []
-        """What of a step is looked at where all of the turn is, at its end: NaN comes to these in the next step."""
+        self._looked_at = [p for p in replica.parameters if p.numel() <= _FEW and p.is_cpu and p.is_floating_point()]
+        """Their gradients alone are looked at in each step where all of the turn is at its end: what is not finite
+        elsewhere comes to these in the next step."""
         self._playing: _Playing | None = None
         self._sent: _Sent | None = None
         self._num_played = 0  # of this round's turns

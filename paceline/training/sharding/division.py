@@ -32,13 +32,15 @@ def share_out(
     Raises:
         UsageError: there are fewer samples than ranks.
     """
-    if size == 1:
-        for batch in batches:
-            if len(batch):
-                yield RankBatch(tuple(batch), 1.0)
-        return
     for group in groups_of(batches, size=size, drop_last=drop_last):
         yield part_of(group, rank)
+
+
+def undivided(batches: Iterable[Sequence[Any]]) -> Iterator[RankBatch]:
+    """What `share_out` deals one rank alone, with a fifth of the calls."""
+    for batch in batches:
+        if len(batch):
+            yield RankBatch(tuple(batch), 1.0)
 
 
 def groups_of(batches: Iterable[Sequence[Any]], *, size: int, drop_last: bool = False) -> Iterator[Group]:

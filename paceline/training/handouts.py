@@ -68,7 +68,7 @@ class Handouts:
         self._replica, self._rank, self._set_weight = replica, rank, set_weight
         self._copies, self._copies_from = Copies(), copies_from
         self._is_averaged, self._is_weighed = is_averaged, is_weighed
-        self._has_told = False
+        self._has_told = self._is_looking = False
         self._set_by_script: set[float] | None = None  # weights of batches, once several were of one step
         self._out: deque[Handed] = deque()
         self._last: Handed | None = None  # trained on last
@@ -84,7 +84,6 @@ class Handouts:
         self._is_computed = False  # a gradient was, since the last step
         self._left: _Seen | None = None  # what that step was made with
         self._calls = Calls(models_of(replica.model), on_inputs=self._on_forward, on_output=self._on_output)
-        self._is_looking = False
         self._called: Handed | None = None  # the batch of the call that is under way
         self._made: dict[Any, Handed] = {}  # by its node: what calls have given, since the script trained
         self._leaves_out = False  # batches between steps: their losses may yet go backward with that of another one
@@ -110,8 +109,7 @@ class Handouts:
             self._look_at_inputs()
             return
         self._num_batches += 1
-        if self._fresh:
-            self.look_back()
+        self.look_back()
         self._known = None
         if place.num_batches_done == 0:
             self._num_ahead = None
@@ -182,8 +180,7 @@ class Handouts:
 
     def end_step(self) -> int:
         """The samples that the step was made of. Raises UsageError as `look_back` does."""
-        if self._fresh:  # the optimizer has computed gradients itself
-            self.look_back()
+        self.look_back()  # the optimizer may have computed gradients itself
         while self._num_ahead is not None and len(self._out) > self._num_ahead:
             self._kept.add(self._out.popleft())  # the script may come back to it
             self._leaves_out = True
@@ -289,9 +286,8 @@ class Handouts:
     @property
     def _goes_batch_by_batch(self) -> bool:
         """As most scripts do, of whom nothing else is to be asked: one batch is out at most, and all count alike."""
-        return not (self._num_ahead or self._is_looking or self._leaves_out or self._are_uneven or self._is_over) and (
-            len(self._out) < 2
-        )
+        is_odd = self._num_ahead or self._is_looking or self._leaves_out or self._are_uneven or self._is_over
+        return not is_odd and len(self._out) < 2
 
     def _weigh(self) -> None:
         if self._goes_batch_by_batch:
@@ -397,9 +393,8 @@ class Handouts:
     def _train(self) -> None:
         if self._out and self._goes_batch_by_batch and not (self._computed or self._reached):
             self._keep_last()
-            self._last = self._out.popleft()
+            self._last, self._num_ahead = self._out.popleft(), 0
             self._num_samples += self._last.num_samples
-            self._num_ahead = 0
             return
         known, self._known = self._known, None
         reached, self._reached = self._reached, set()

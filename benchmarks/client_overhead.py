@@ -1,8 +1,10 @@
-"""What a client's turn takes besides its training: fed-avg on the virtual engine beside a bare loop, in turns.
+"""What a client's turn takes besides its training: fed-avg beside a bare loop, in turns.
 
     python benchmarks/client_overhead.py
+    python benchmarks/client_overhead.py --engine none --steps 60 --turns 1 --repeats 60
 
-The 2NN of the FedAvg paper (McMahan et al., 2017), 100 clients of 60 samples, ten a round, batches of ten.
+The 2NN of the FedAvg paper (McMahan et al., 2017), batches of ten, a tenth of the clients a round. The virtual engine
+simulates time; with none there is a worker's session alone, as it is in each process of a run, with the real clock.
 """
 
 from __future__ import annotations
@@ -11,9 +13,13 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from hot_path_contenders import Kept
 from report import tell
 from rich.table import Table
 from torch import nn
@@ -22,9 +28,17 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.comm.alone import AloneCollective
+from paceline.config import RunConfig
+from paceline.membership import Membership
+from paceline.strategies import build
+from paceline.strategies.base import Context
+from paceline.training.given import told_apart
+from paceline.training.session import Session
 
-NUM_CLIENTS, SAMPLES_EACH, BATCH_SIZE, FRACTION = 100, 60, 10, 0.1
-A_ROUND = round(NUM_CLIENTS * FRACTION)
+BATCH_SIZE, A_ROUND = 10, 10
+Measured = Callable[[int], float]
+"""Given a number of turns, the seconds of one."""
 
 
 def data_of(num_samples: int) -> TensorDataset:
@@ -44,10 +58,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y:
     optimizer.step()
 
 
-def bare_s(num_turns: int) -> float:
-    """A turn's seconds, in a loop that does nothing but train."""
+def script_of(num_samples: int) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     model = network()
-    optimizer, loader = SGD(model.parameters(), lr=0.1), DataLoader(data_of(SAMPLES_EACH), BATCH_SIZE, shuffle=True)
+    loader: DataLoader[Any] = DataLoader(data_of(num_samples), BATCH_SIZE, shuffle=True)
+    return model, SGD(model.parameters(), lr=0.01), loader
+
+
+def timed(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, num_turns: int) -> float:
     began_s = time.perf_counter()
     for _ in range(num_turns):
         for x, y in loader:
@@ -55,14 +72,31 @@ def bare_s(num_turns: int) -> float:
     return (time.perf_counter() - began_s) / num_turns
 
 
-def federated_s(num_turns: int) -> float:
-    """A turn's seconds, from the first one's first batch to that of the turn behind the last one that counts."""
+def bare(steps: int) -> Measured:
+    """A loop that does nothing but train."""
+    return partial(timed, *script_of(steps * BATCH_SIZE))
+
+
+def without_engine(steps: int) -> Measured:
+    """A session's turns; each tenth of them ends a round."""
+    device = torch.device("cpu")
+    context = Context(0, Membership.first(1), 0, 1, device, AloneCollective())
+    strategy = build("fed-avg", {"clients": A_ROUND, "fraction": 1.0})
+    session = Session(context, strategy, RunConfig(seed=0), Kept())
+    given = script_of(A_ROUND * steps * BATCH_SIZE)
+    [loader] = session.prepare(told_apart(given, {})).values()
+    return partial(timed, *given[:2], loader)
+
+
+def federated_s(steps: int, num_turns: int) -> float:
+    """A turn's seconds on the virtual engine, from the first one's first batch to that of the turn behind the last one
+    that counts."""
+    num_clients = 10 * A_ROUND
     begun_s: list[float] = []
 
     def script() -> None:
-        worker, model = paceline.init(), network()
-        loader = DataLoader(data_of(NUM_CLIENTS * SAMPLES_EACH), BATCH_SIZE, shuffle=True)
-        model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader)
+        worker = paceline.init()
+        model, optimizer, loader = worker.prepare(*script_of(num_clients * steps * BATCH_SIZE))
         for _ in range(num_turns + A_ROUND):
             for number, (x, y) in enumerate(loader):
                 if not number:
@@ -73,7 +107,7 @@ def federated_s(num_turns: int) -> float:
         paceline.run(
             script,
             strategy="fed-avg",
-            options={"clients": NUM_CLIENTS, "fraction": FRACTION},
+            options={"clients": num_clients, "fraction": A_ROUND / num_clients},
             workers=1,
             engine="virtual",
             cluster="lab-1gbe",
@@ -86,24 +120,36 @@ def federated_s(num_turns: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=200, help="of clients in each measurement, a multiple of ten")
+    parser.add_argument("--engine", choices=("virtual", "none"), default="virtual")
+    parser.add_argument("--steps", type=int, default=6, help="of a turn")
+    parser.add_argument("--turns", type=int, default=200, help="in each measurement; there, a multiple of ten")
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
-    if args.turns < A_ROUND or args.turns % A_ROUND:
+    is_virtual = args.engine == "virtual"
+    if args.turns < 1 or (is_virtual and args.turns % A_ROUND):
         parser.error(f"--turns must be a multiple of {A_ROUND}, the clients of a round, not {args.turns}")
     torch.set_num_threads(1)
-    bare_s(args.turns), federated_s(args.turns)  # the first ones of a process are slower
-    pairs = [(bare_s(args.turns), federated_s(args.turns)) for _ in range(args.repeats)]
-    more_ms = sorted((federated - bare) * 1e3 for bare, federated in pairs)
-    table = Table("a client's turn", "ms, median", "least", "most")
+    contenders = bare(args.steps), partial(federated_s, args.steps) if is_virtual else without_engine(args.steps)
+    for measured in contenders:
+        measured(args.turns)  # the first ones of a process are slower
+    pairs = []
+    for number in range(args.repeats):
+        order = contenders if number % 2 else contenders[::-1]
+        took_s = {measured: measured(args.turns) for measured in order}
+        pairs.append([took_s[measured] * 1e3 for measured in contenders])
+    table = Table("a client's turn", "ms, median", "quartiles", title=f"{args.steps} steps, engine {args.engine}")
+    more_ms = [federated - plain for plain, federated in pairs]
     for name, times_ms in (
-        ("bare", [bare * 1e3 for bare, _ in pairs]),
-        ("fed-avg", [federated * 1e3 for _, federated in pairs]),
+        ("bare", [plain for plain, _ in pairs]),
+        ("fed-avg", [own for _, own in pairs]),
         ("more", more_ms),
     ):
-        found = (statistics.median(times_ms), min(times_ms), max(times_ms))
-        table.add_row(name, *(f"{each:.2f}" for each in found))
-    tell([table], {"turns": args.turns, "more_ms": statistics.median(more_ms)})
+        lower, middle, upper = statistics.quantiles(times_ms, n=4)
+        table.add_row(name, f"{middle:.2f}", f"{lower:.2f} to {upper:.2f}")
+    tell(
+        [table],
+        {"turns": args.turns, "steps": args.steps, "engine": args.engine, "more_ms": statistics.median(more_ms)},
+    )
 
 
 if __name__ == "__main__":

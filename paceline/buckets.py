@@ -1,6 +1,7 @@
 """Flat gradient buckets: every `param.grad` is a view of its bucket, and a full bucket is announced during backward."""
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -211,16 +212,20 @@ class GradientBuckets:
                 f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed; "
                 "torch.utils.checkpoint does so with use_reentrant=True: give it use_reentrant=False"
             )
-        while self._is_full() and not self.waits and self._has_no_other_hooks(self._next_bucket):
-            self._announce()
+        if self._missing[bucket] == 0:
+            while self._is_full() and not self.waits and self._has_no_other_hooks(self._next_bucket):
+                self._announce()
 
     def _is_full(self) -> bool:
         return self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0
 
     def _has_no_other_hooks(self, bucket: int) -> bool:
         """Whether nobody but Paceline looks at the bucket's gradients as they come."""
-        hooks = (self.parameters[index]._post_accumulate_grad_hooks for index in self._indices[bucket])
-        return all(is_own_hook(hook) for own in hooks for hook in (own or {}).values())
+        for index in self._indices[bucket]:  # no generators, of which each item is a call
+            for hook in (self.parameters[index]._post_accumulate_grad_hooks or {}).values():
+                if not is_own_hook(hook):
+                    return False
+        return True
 
     def _adopt(self, indices: Sequence[int]) -> list[float]:
         # All at once: on a conv net this takes 40 us, and gradient by gradient 100.
@@ -324,9 +329,29 @@ class _WhenReady:
             raise
 
 
+@final
+class Computed(deque[Tensor]):
+    """True once backward has computed one of these parameters' gradients, until it is cleared.
+
+    What backward calls is `append` itself, which runs no Python: 1 us a gradient less, of those that only tell this.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        super().__init__(maxlen=1)
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self.append) for parameter in parameters]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.clear()
+
+
+_OWN_HOOKS = (_WhenReady, Computed, OwnHook)
+
+
 def is_own_hook(hook: object) -> bool:
     """Whether it is one of this package."""
-    return isinstance(hook, _WhenReady | OwnHook)
+    return isinstance(getattr(hook, "__self__", hook), _OWN_HOOKS)
 
 
 def when_gradient_is_ready(parameter: torch.nn.Parameter, method: Callable[[int], None], index: int) -> RemovableHandle:

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial, wraps
 from types import FrameType
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 from weakref import WeakMethod, WeakSet
 
 import torch
 
 from paceline.errors import PacelineError
 
+_Result = TypeVar("_Result")
 Listener = Callable[[PacelineError], object]
 _listener: ContextVar[WeakMethod[Listener] | None] = ContextVar("paceline_listener", default=None)
 """Who listens to the worker that runs here. Virtual workers have a context each."""
@@ -115,21 +116,13 @@ class Listening:
             setattr(self._owner, self._name, self._own)
             self._own = None
 
-    def unheard(self) -> "_Unheard":
-        """Nobody hears of calls inside."""
-        return _Unheard(self._here)
-
-
-@final
-class _Unheard:
-    def __init__(self, here: ContextVar[tuple[Any, ...]]) -> None:
-        self._here = here
-
-    def __enter__(self) -> None:
-        self._before = self._here.set(())
-
-    def __exit__(self, *error: object) -> None:
-        self._here.reset(self._before)
+    def unheard(self, call: Callable[..., _Result], *arguments: Any) -> _Result:
+        """What the call gives, of whose own calls nobody hears."""
+        before = self._here.set(())
+        try:
+            return call(*arguments)
+        finally:
+            self._here.reset(before)
 
 
 def _listened_to(listener: Any, backward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

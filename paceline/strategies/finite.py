@@ -44,9 +44,9 @@ def may_step(replica: Replica, policy: NonFinitePolicy, *, rank: int, step: int)
     and the policy says `raise`."""
     if policy == "allow" or is_skipped_by_scaler(replica.optimizer):
         return True  # a scaler skips by itself
-    culprit = nonfinite_row(replica.tables)
+    culprit = nonfinite_row(replica.tables) if replica.tables else None
     if culprit is None:
-        if _seem_finite([p.grad for p in replica.parameters if p.grad is not None], is_light=replica.is_light):
+        if seem_finite(replica.parameters, are_light=replica.is_light):
             return True
         culprit = _nonfinite_parameter(replica)
     if culprit is not None and policy == "raise":
@@ -73,12 +73,16 @@ def checked(
     return evaluate
 
 
-def _seem_finite(gradients: list[Tensor], *, is_light: bool) -> bool:
-    """Whether all are finite; false also where their norm overflows."""
+def seem_finite(parameters: Iterable[Tensor], *, are_light: bool) -> bool:
+    """Whether all of their gradients are finite; false also where the norm of those overflows.
+
+    Args:
+        are_light: they are on the CPU, and fit into a core's cache together.
+    """
+    gradients = [g.coalesce().values() if g.is_sparse else g for p in parameters if (g := p.grad) is not None]
     if not gradients:
         return True
-    gradients = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    if not is_light:
+    if not are_light:
         return math.isfinite(get_total_norm(gradients).item())
     # One call, which also writes what it reads: 180 us less than the norm right after a conv net's backward pass.
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, _found, _one)
@@ -89,11 +93,8 @@ def _seem_finite(gradients: list[Tensor], *, is_light: bool) -> bool:
 
 
 def _nonfinite_parameter(replica: Replica) -> str | None:
-    for parameter, spec in zip(replica.parameters, replica.specs, strict=True):
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        if not bool(values.isfinite().all()):
-            return spec.name
-    return None
+    """Where an earlier step was not looked at, its gradient has made a parameter what it was itself."""
+    own = [(spec.name, parameter.detach()) for parameter, spec in zip(replica.parameters, replica.specs, strict=True)]
+    of_gradients = [(name, p.grad) for p, (name, _) in zip(replica.parameters, own, strict=True) if p.grad is not None]
+    values = ((name, each.coalesce().values() if each.is_sparse else each) for name, each in (*own, *of_gradients))
+    return next((name for name, each in values if not bool(each.isfinite().all())), None)

@@ -260,7 +260,8 @@ def require_all_parameters(replica: Replica) -> None:
 def _holds_exactly(replica: Replica) -> bool:
     """Whether the optimizer holds the parameters that it was prepared with, in their order, and no frozen ones beside.
     This is the usual case, in which nothing else is to be looked at."""
-    held = [parameter for group in replica.optimizer.param_groups for parameter in group["params"]]
+    groups = replica.optimizer.param_groups
+    held = groups[0]["params"] if len(groups) == 1 else [each for group in groups for each in group["params"]]
     return len(held) == len(replica.parameters) and all(map(operator.is_, held, replica.parameters))
 
 

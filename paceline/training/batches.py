@@ -45,6 +45,7 @@ class Batches:
     ) -> None:
         self._run, self._course, self._poisons, self._survivor = run, course, poisons, survivor
         self._thread = threading.get_ident()
+        self._is_weighed = run.traits.is_synchronous
         self._unstepped = Unstepped(parameters, rank=run.context.rank)
         self._lone_samples = LoneSamples(model, rank=run.context.rank)
         self.num_samples = 0
@@ -107,13 +108,14 @@ class Batches:
                 "is in the middle of its training and gives this worker's part of the data alone; give the evaluation "
                 "a DataLoader of its own"
             )
-        if not self._is_elsewhere:
+        if threading.get_ident() == self._thread:
             handouts = self._run.prepared.handouts
             handouts.look_back()
             if not self._run.steps:
                 self._unstepped.look(has_trained=handouts.has_trained)
             self._course.settle()
-            self._course.come_or_leave()
+            if self._survivor is not None:
+                self._course.come_or_leave()
             return
         is_stream = isinstance(self._run.prepared.feeds[name].loader.dataset, IterableDataset)
         is_agreed = is_stream and self._run.traits.takes_equal_steps
@@ -155,10 +157,11 @@ class Batches:
             self._course.end_turn()
 
     def _on_part(self, name: str, part: Part, place: Place) -> None:
-        if not self._is_elsewhere:
+        is_elsewhere = threading.get_ident() != self._thread
+        if not is_elsewhere and not self._course.has_started:
             self._course.start_once()
         self._course.record_late()
-        if not self._run.traits.is_synchronous:
+        if not self._is_weighed and part.weight != 1.0:
             part = part._replace(weight=1.0)  # every gradient is an update of its own
         feeds = self._run.prepared.feeds
         if len(feeds) > 1:
@@ -170,7 +173,7 @@ class Batches:
         same_gradients = self._run.prepared.same_gradients
         if same_gradients is not None and same_gradients.is_looking:
             same_gradients.hand_out(part.data)
-        feeds[name].handouts.hand_out(part, place, is_elsewhere=self._is_elsewhere)
+        feeds[name].handouts.hand_out(part, place, is_elsewhere=is_elsewhere)
 
     def _poison(self, batch: Any) -> Any:
         sender = self._run.prepared.synchronizer.sender

@@ -51,6 +51,8 @@ class Cadence:
 
     def __init__(self, config: RunConfig, *, num_free_workers: int = 0) -> None:
         self._config = config
+        self.end = config.max_steps or NEVER
+        """The iteration at which the run ends."""
         self.evaluates = False
         """Whether the script has registered an evaluation."""
         self.is_beside = False
@@ -83,9 +85,6 @@ class Cadence:
         """All workers meet at this iteration, if not before."""
         self.next_pause = min(self.next_pause, iteration)
 
-    def is_over(self, iteration: int) -> bool:
-        return iteration >= (self._config.max_steps or NEVER)
-
     def plan(self, now: Count, *, check_at: int, iterations_per_s: float = 0.0) -> None:
         """Set the next pause, from what has been done. Pauses alone change that, and so it is not asked every step.
 
@@ -93,7 +92,7 @@ class Cadence:
             check_at: when workers are to compare their models, if nothing else has them meet before.
         """
         config = self._config
-        due = [config.max_steps or NEVER, self._meet_at, check_at]
+        due = [self.end, self._meet_at, check_at]
         if self.evaluates and not self.is_beside:
             due.append(self._next_evaluation(now, iterations_per_s))
         if config.checkpoint_every is not None:

@@ -334,7 +334,7 @@ class Course:
     def _take(self, outcome: StepOutcome) -> None:
         self._run.iteration = outcome.iteration
         self._others_left = self._others_left or outcome.stop
-        if outcome.stop or self._cadence.is_over(outcome.iteration):
+        if outcome.stop or outcome.iteration >= self._cadence.end:
             self._run.has_ended = True
 
     def _meet(self, *, is_done: bool, waits_at: str = "") -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from paceline.buckets import when_gradient_is_ready
+from paceline.buckets import Computed
 from paceline.errors import UsageError
 from paceline.strategies.progress import Progress
 from paceline.strategies.replica import Replica
@@ -68,7 +68,7 @@ class Handouts:
         self._replica, self._rank, self._set_weight = replica, rank, set_weight
         self._copies, self._copies_from = Copies(), copies_from
         self._is_averaged, self._is_weighed = is_averaged, is_weighed
-        self._has_told = False
+        self._has_told = self._is_looking = False
         self._set_by_script: set[float] | None = None  # weights of batches, once several were of one step
         self._out: deque[Handed] = deque()
         self._last: Handed | None = None  # trained on last
@@ -80,18 +80,16 @@ class Handouts:
         self._full_batches = FullBatches(rank=rank)
         self._num_ahead: float | None = None  # batches that this epoch's script reads ahead, once it has trained
         self._num_samples = 0
-        self._has_gradient = False
-        self._is_computed = False  # by a backward pass, since the last step
+        self._fresh = Computed(replica.parameters)  # since the script was last seen to train
+        self._is_computed = False  # a gradient was, since the last step
         self._left: _Seen | None = None  # what that step was made with
         self._calls = Calls(models_of(replica.model), on_inputs=self._on_forward, on_output=self._on_output)
-        self._is_looking = False
         self._called: Handed | None = None  # the batch of the call that is under way
         self._made: dict[Any, Handed] = {}  # by its node: what calls have given, since the script trained
         self._leaves_out = False  # batches between steps: their losses may yet go backward with that of another one
         self._backward = -1  # the backward pass that has reached what the model was seen to compute
         self._reached: set[Handed] = set()  # by it: the batches
         self._computed: set[Handed] = set()  # since the script trained: what the model was seen to compute on
-        self._hooks = [when_gradient_is_ready(parameter, self._on_gradient, 0) for parameter in replica.parameters]
 
     def hand_out(self, part: Part, place: Place, *, is_elsewhere: bool) -> None:
         """The script gets this batch.
@@ -102,8 +100,7 @@ class Handouts:
         found = tensors_in(part.data)
         if self._is_weighed:
             self._full_batches.require(found, part.num_samples, place)
-        tensors = tuple(TensorWeakRef(tensor) for tensor in found)
-        handed = Handed(place, part.num_samples, part.weight, tensors)
+        handed = Handed(place, part.num_samples, part.weight, tuple(map(TensorWeakRef, found)))
         if place.num_batches_done >= self._copies_from:  # 10 us
             self._copies.add(handed, found)
         if is_elsewhere:
@@ -119,7 +116,9 @@ class Handouts:
             self._kept.forget_dropped()
         self._is_over = False
         self._out.append(handed)
-        self._compare_weights(part.weight)
+        if self._are_uneven or part.weight != self._weight:
+            self._compare_weights()
+        self._weight = part.weight
         self._weigh()
 
     def look_back(self) -> None:
@@ -128,8 +127,9 @@ class Handouts:
         Raises:
             UsageError: nobody can tell on which batch, and they have different weights.
         """
-        if self._has_gradient:
-            self._has_gradient = False
+        if self._fresh:
+            self._fresh.clear()
+            self._is_computed = True
             self._train()
 
     def progress(self) -> Progress:
@@ -143,7 +143,11 @@ class Handouts:
     @property
     def are_gradients_spent(self) -> bool:
         """Whether no gradient has come since the step before, computed by a backward pass or set by the script."""
-        return not self._is_computed and (self._replica.parameters[0].grad is None or self._are_as_left())
+        return (
+            not self._is_computed
+            and not self._fresh
+            and (self._replica.parameters[0].grad is None or self._are_as_left())
+        )
 
     @property
     def has_trained(self) -> bool:
@@ -224,8 +228,7 @@ class Handouts:
         return self._out[0].place if self._out else after
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._fresh.close()
         self._calls.close()
 
     def _are_as_left(self) -> bool:
@@ -259,23 +262,18 @@ class Handouts:
             stacklevel=5,
         )
 
-    def _on_gradient(self, _: int) -> None:
-        self._has_gradient = self._is_computed = True
-
     def _candidates(self) -> list[Handed]:
         """What the script may train on next. One that reads ahead may use a batch twice before it takes the next."""
         return [*([self._last] if self._num_ahead and self._last else []), *self._out]
 
-    def _compare_weights(self, weight: float) -> None:
-        """Compare what the script holds, where the newest batch's `weight` is another than that of the one before. The
-        script may have a copy of that one."""
-        if self._are_uneven or weight != self._weight:
-            self._kept.forget_dropped()
-            weights = {handed.weight for handed in [*self._held(), *self._out]}
-            if self._copies and not math.isnan(self._weight):
-                weights.add(self._weight)
-            self._are_uneven = len(weights) > 1
-        self._weight = weight
+    def _compare_weights(self) -> None:
+        """Compare what the script holds, where the newest batch counts otherwise than the one before, of which it may
+        have a copy."""
+        self._kept.forget_dropped()
+        weights = {handed.weight for handed in [*self._held(), *self._out]}
+        if self._copies and not math.isnan(self._weight):
+            weights.add(self._weight)
+        self._are_uneven = len(weights) > 1
 
     def _held(self) -> list[Handed]:
         """What was trained on, and the script still holds."""
@@ -285,7 +283,17 @@ class Handouts:
         if self._last is not None:
             self._kept.add(self._last)
 
+    @property
+    def _goes_batch_by_batch(self) -> bool:
+        """As most scripts do, of whom nothing else is to be asked: one batch is out at most, and all count alike."""
+        is_odd = self._num_ahead or self._is_looking or self._leaves_out or self._are_uneven or self._is_over
+        return not is_odd and len(self._out) < 2
+
     def _weigh(self) -> None:
+        if self._goes_batch_by_batch:
+            for handed in self._out:
+                self._set_weight(handed.weight)
+            return
         candidates = self._candidates()
         if len({handed.weight for handed in candidates}) == 1:
             self._set_weight(candidates[0].weight)
@@ -383,6 +391,11 @@ class Handouts:
         return among[-1] if self._num_ahead == 0 else among[0]
 
     def _train(self) -> None:
+        if self._out and self._goes_batch_by_batch and not (self._computed or self._reached):
+            self._keep_last()
+            self._last, self._num_ahead = self._out.popleft(), 0
+            self._num_samples += self._last.num_samples
+            return
         known, self._known = self._known, None
         reached, self._reached = self._reached, set()
         computed, self._computed = self._computed, set()

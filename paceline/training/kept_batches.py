@@ -14,7 +14,7 @@ _MANY = 16
 _NUM_VALUES = 32
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen, as every step makes one
 class Handed:
     """A batch that the script was given."""
 
@@ -39,46 +39,55 @@ class KeptBatches:
     """By the storage that their tensors lie in. Those that the script has dropped count for nothing."""
 
     def __init__(self) -> None:
+        self._new: list[Handed] = []  # which nobody has asked for yet
         self._in_storage: dict[int, dict[Handed, None]] = {}
         self._latest: dict[tuple[int, ...], Handed] = {}  # by the identities of their tensors
-        self._num_added = self._num_held = 0  # since, and when, it was looked which ones the script has dropped
+        self._num_held = 0  # when it was looked which ones the script has dropped
 
     def add(self, handed: Handed) -> None:
         """The latest one counts of those that are the same tensors, as of a data set that holds its batches."""
-        if not handed.alive:
-            return
-        if self._num_added > self._num_held + _FEW:
+        self._new.append(handed)
+        if len(self._new) > self._num_held + _FEW:
             self.forget_dropped()
-        self._num_added += 1
-        self._put(handed)
+
+    def _take_in(self) -> None:
+        new, self._new = self._new, []
+        for handed in new:
+            self._put(handed)
 
     def _put(self, handed: Handed) -> None:
-        tensors = tuple(map(id, handed.alive))
-        if before := self._latest.get(tensors):
-            for tensor in before.alive:
-                self._in_storage.get(_storage(tensor), {}).pop(before, None)
-        self._latest[tensors] = handed
-        for tensor in handed.alive:
-            self._in_storage.setdefault(_storage(tensor), {})[handed] = None
+        alive = handed.alive
+        if not alive:
+            return
+        tensors = tuple(map(id, alive))
+        before, self._latest[tensors] = self._latest.get(tensors), handed
+        for storage in set(map(_storage, alive)):
+            beside = self._in_storage.setdefault(storage, {})
+            if before is not None:
+                beside.pop(before, None)
+            beside[handed] = None
 
     def forget_dropped(self) -> None:
         held = list(self)
         self._in_storage.clear()
         self._latest.clear()
-        self._num_added, self._num_held = 0, len(held)
+        self._num_held = len(held)
         for handed in held:
             self._put(handed)
 
     def beside(self, tensors: Iterable[Tensor]) -> Iterator[Handed]:
         """The kept batches that have storage in common with these."""
+        self._take_in()
         return (handed for tensor in tensors for handed in self._in_storage.get(_storage(tensor), ()))
 
     def __iter__(self) -> Iterator[Handed]:
         """The kept batches that the script holds."""
+        self._take_in()
         every = dict.fromkeys(handed for some in self._in_storage.values() for handed in some)
         return (handed for handed in every if handed.alive)
 
     def __bool__(self) -> bool:
+        self._take_in()
         return bool(self._in_storage)
 
 

@@ -103,7 +103,7 @@ class Pauses:
 
     def between_steps(self) -> None:
         """The run goes on, and this worker has the model that it computes its next gradient with."""
-        if self._keeps:
+        if self._run.traits.shows_model and self._keeps:
             self._kept.keep_if_due()
 
     def require_evaluation(self) -> None:
@@ -224,7 +224,7 @@ class Pauses:
         run, first = self._run, reports[0]
         rate = first["iterations_per_s"]
         self._met_at = (run.iteration, run.clock.now_s)
-        run.has_ended = run.has_ended or self._cadence.is_over(run.iteration)
+        run.has_ended = run.has_ended or run.iteration >= self._cadence.end
         waits_s = [self._checkpoints.next_in_s(first["checkpoint_in_s"], has_saved=has_saved)]
         if self._cadence.is_beside and self._judge.ends_run:
             waits_s.append(max(_JUDGE_S, _LAGS_APART * longest_lag_s))

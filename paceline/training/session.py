@@ -192,8 +192,8 @@ class Session:
         if self.run.traits.trains_apart:
             statistics = RunningStatistics(model, rounds=lambda: synchronizer.iteration)
             self._at_release.callback(statistics.close)
-        self.run.prepare(
-            Prepared(whole, optimizers, names, synchronizer, feeds, handouts, account, alike, extra, statistics)
+        self.run.prepared = Prepared(
+            whole, optimizers, names, synchronizer, feeds, handouts, account, alike, extra, statistics
         )
         looked_at = UnpreparedLoaders(rank=context.rank, size=context.size)
         self._at_release.callback(looked_at.close)

@@ -107,14 +107,14 @@ class _Hook:
             self._handle = None
 
     def _look_and_tell(self, optimizer: torch.optim.Optimizer, arguments: Any, settings: Any) -> None:
+        if optimizer.__dict__.get(_MARK) is True:
+            return
         watch = _here.get()
         with nullcontext() if watch is None else watch.tell:
             self._look(optimizer)
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         mark = optimizer.__dict__.get(_MARK)
-        if mark is True:
-            return
         now = self._num_added, len(optimizer.param_groups)
         if mark == now:
             self._look_at_strange(optimizer)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
@@ -84,19 +84,19 @@ class WorkerRun:
     """How a script goes on that has checkpoints of its own, so that the run writes none; empty for others."""
     awaits_others: bool = False
     """It waits in a pause, or at its end, for workers that have steps to go until there."""
-    _prepared: Prepared | None = None
+    prepared: Prepared = field(init=False, repr=False, compare=False)
+    """What `prepare` was given, an attribute as it is asked for several times a step."""
 
     def __post_init__(self) -> None:
         self.clock = TrainingClock(time_s=self.context.pacing.now_s)
         traits = self.strategy.traits
         self.traits = traits if self.config.elastic is None else traits.when_elastic
 
-    @property
-    def prepared(self) -> Prepared:
-        """Raises UsageError if the script has not called `prepare`."""
-        if self._prepared is None:
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raises UsageError for `prepared` if the script has not called `prepare`, and AttributeError for all else."""
+        if name == "prepared":
             raise UsageError("call worker.prepare(model, optimizer, loader) first")
-        return self._prepared
+        raise AttributeError(name)
 
     @property
     def epoch(self) -> int:
@@ -105,10 +105,7 @@ class WorkerRun:
 
     @property
     def is_prepared(self) -> bool:
-        return self._prepared is not None
-
-    def prepare(self, prepared: Prepared) -> None:
-        self._prepared = prepared
+        return "prepared" in vars(self)
 
     def wants_stop(self) -> bool:
         """Whether this worker wants all to stop: the time is over, or the user asked for it."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.buckets import GradientBuckets
+from paceline.buckets import Computed, GradientBuckets, is_own_hook
 from paceline.errors import UsageError
 from paceline.layout import TensorSpec, by_group
 from tests.unit.bucket_script import (
@@ -279,3 +279,24 @@ def test_closing_takes_the_hooks_off() -> None:
     backward(script.model, X)
     assert script.announced == []
     assert not any(p.grad is view for p, view in zip(script.parameters, script.buckets.views, strict=True))
+
+
+def test_what_tells_that_gradients_were_computed_keeps_no_model_alive() -> None:
+    model = nn.Linear(2, 1)
+    computed = Computed([*model.parameters()])
+    assert not computed
+    for hook in (model.bias._post_accumulate_grad_hooks or {}).values():
+        assert is_own_hook(hook)
+    model(torch.ones(1, 2)).sum().backward()
+    assert computed
+    computed.clear()
+    assert not computed
+    model(torch.ones(1, 2)).sum().backward()
+    assert computed
+    computed.close()
+    model(torch.ones(1, 2)).sum().backward()
+    assert not computed, "nothing is heard from here on"
+    weight = weakref.ref(model.weight)
+    del model, hook
+    gc.collect()
+    assert weight() is None

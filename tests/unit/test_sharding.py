@@ -23,6 +23,7 @@ from torch.utils.data import (
 from paceline.errors import BudgetReached, UsageError
 from paceline.seeding import preserved_random_state, random_state
 from paceline.training.sharding import Place, RankBatch, share_out
+from paceline.training.sharding.division import undivided
 from tests.unit.watched_loader import Numbers, Watched, global_batches, ranks
 
 CASES = st.fixed_dictionaries(
@@ -242,3 +243,9 @@ def test_what_else_a_dataloader_has_is_reached() -> None:
     with pytest.raises(AttributeError):
         _ = watched.loader.no_such_thing
     assert len(copy.copy(watched.loader)) == 2
+
+
+@pytest.mark.parametrize("num_samples", [1, 6, 7])
+def test_one_rank_alone_is_dealt_all_that_there_is(num_samples: int) -> None:
+    batches = [list(range(start, min(start + 3, num_samples))) for start in range(0, num_samples, 3)]
+    assert list(undivided(batches)) == list(share_out(batches, rank=0, size=1))

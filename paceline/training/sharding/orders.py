@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from paceline.errors import UsageError
 from paceline.seeding import derive, preserved_random_state, random_state, seed_everything, set_random_state
-from paceline.training.sharding.division import Group, RankBatch, groups_of, share_out
+from paceline.training.sharding.division import Group, RankBatch, groups_of, share_out, undivided
 from paceline.training.sharding.looks import Looks
 from paceline.training.sharding.part import Part, Place
 from paceline.training.sharding.rebuilding import rebuilt
@@ -122,6 +122,8 @@ class Orders:
 
     def batches(self, epoch: int) -> Iterator[RankBatch]:
         """This rank's indices of an epoch."""
+        if self._size == 1:
+            return undivided(self._drawn(epoch))
         return share_out(self._drawn(epoch), rank=self._rank, size=self._size, drop_last=self._drops_last)
 
     def groups(self, epoch: int, *, size: int | None = None) -> Iterator[Group]:

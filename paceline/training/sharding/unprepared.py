@@ -92,5 +92,5 @@ def _begin_pass(watch: UnpreparedLoaders, own: Callable[[DataLoader[Any]], Any],
 
 
 _listening = Listening(DataLoader, "__iter__", _begin_pass)
-reading_prepared = _listening.unheard
-"""What is read inside is read for a loader that was prepared."""
+read_prepared = _listening.unheard
+"""Reads for a loader that was prepared: takes what reads, and what it is to be given."""

@@ -124,6 +124,7 @@ class AllReduce(Strategy):
             lock_step=True,
             tells_stop=True,
             repeats_steps=not (self.aggregate.remembers or has_servers),
+            joins_by_mean=self.aggregate.streams,
             passes_attacks=not has_servers,
             num_servers=self.servers,
             holds_rows=has_servers,

@@ -153,6 +153,9 @@ class Traits:
     meets_anew: bool = False
     """Workers that are left when others die, or join, meet anew between two steps of their own, and go on. Each has its
     own part of the data."""
+    joins_by_mean: bool = True
+    """What workers send counts alike, with whatever else it is joined: an update is the same, but for rounding, if
+    fewer workers compute all of it."""
     passes_attacks: bool = False
     """What a worker sends passes `Context.corrupt`, so that a study may have it attack."""
     num_clients: int = 0

@@ -206,7 +206,7 @@ def test_workers_without_a_turn_leave_and_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "settings", "message"),
     [
-        ("fed-avg:aggregate=fools-gold", {}, "takes any aggregate but one that remembers"),
+        ("fed-avg:aggregate=fools-gold", {}, "It takes no aggregate that remembers"),
         (
             "fed-avg",
             {"elastic": Elastic(at_least=1, at_most=4)},

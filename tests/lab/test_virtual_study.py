@@ -200,7 +200,7 @@ def test_a_report_says_what_failures_took_of_each_strategy(run: Callable[..., St
     )
     (tmp_path / "slow.toml").write_text(failing)
     asked = {"elastic": "1:4", "replace": 20, "checkpoint_every": 1, "eval_every": None}
-    study = run(strategies=["all-reduce", "all-reduce:aggregate=median"], workers=[3], **asked)
+    study = run(strategies=["all-reduce", "all-reduce:aggregate=fools-gold"], workers=[3], **asked)
     assert list(study.frames.trials["status"]) == ["finished", "finished"]
     found = losses.of_trials(study.directory, study.frames)
     rows = losses.table(study.frames, found)["rows"]
@@ -209,7 +209,7 @@ def test_a_report_says_what_failures_took_of_each_strategy(run: Callable[..., St
         assert 0 < parts < 1
         assert goodput.goodput == pytest.approx(1 - parts)
         assert row[1:3] == ["3", f"{round(goodput.goodput * 100)} %"]
-    assert [row[0] for row in rows] == ["all-reduce", "all-reduce:aggregate=median"]
+    assert [row[0] for row in rows] == ["all-reduce", "all-reduce:aggregate=fools-gold"]
     elastic, anew = found.values()
     assert anew.regrouping == 0 < elastic.regrouping
     page = report_page.render([report_page.page_of(study)])

@@ -115,7 +115,8 @@ def test_workers_and_servers_are_struck_in_one_run_and_apart(monkeypatch) -> Non
         ("gossip", {}, True, {"worker": 2}),
         ("ad-psgd", {}, True, {"worker": 2}),
         ("all-reduce", {"algorithm": "ring"}, True, {"worker": 2}),
-        ("all-reduce", {"aggregate": "median"}, True, {}),
+        ("all-reduce", {"aggregate": "median"}, True, {"worker": 2}),
+        ("all-reduce", {"aggregate": "fools-gold"}, True, {}),
         ("scaffold", {}, True, {"worker": 2}),
     ],
 )
@@ -338,7 +339,7 @@ def test_a_connection_is_cut_and_no_other(tmp_path: Path, monkeypatch) -> None:
     [
         (
             "all-reduce",
-            {"aggregate": "median"},
+            {"aggregate": "fools-gold"},
             {},
             "chaos strikes workers under all-reduce, local updates, rounds of clients, gossip, ad-psgd",
         ),

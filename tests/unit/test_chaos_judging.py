@@ -175,8 +175,9 @@ def test_losses_are_found(tmp_path: Path) -> None:
     (wrong / "committed" / "worker-1").write_text('[2, [0, 7], "other"]\n')
     assert "worker-1 has other samples in step 2" in judging.samples(wrong, whole)
     assert "worker-1 has another model at step 2" in judging.samples(wrong, whole)
-    bounds = [judging.bound(build(*each).traits, workers_die=True) for each in (("all-reduce", {}), ("local-sgd", {}))]
-    assert bounds == [1e-3, float("inf")]
+    several = (("all-reduce", {}), ("all-reduce", {"aggregate": "median"}), ("local-sgd", {}))
+    bounds = [judging.bound(build(*each).traits, workers_die=True) for each in several]
+    assert bounds == [1e-3, float("inf"), float("inf")]
     copies = build("ps-bsp", {"servers": 2, "replicas": 1}).traits
     assert [judging.bound(copies, workers_die=die) for die in (False, True)] == [0.0, 1e-3]
 

@@ -89,10 +89,12 @@ def launcher(folder: Path, strikes: Sequence[Strike]) -> list[str]:
 def bound(traits: Traits, *, workers_die: bool) -> float:
     """How far the final model may be from the undisturbed run's: not at all where servers with copies die alone,
     rounding where updates keep their samples, and rounds their clients. Without lock-step other samples, or other
-    parameters, are in each, and a codec leaves out other parts of them: nothing is promised."""
+    parameters, are in each, a codec leaves out other parts of them, and what is no mean joins the gradients of fewer
+    workers in another way: nothing is promised."""
     if traits.num_clients:
         return _ROUNDING
-    if not traits.lock_step or any(moved.codec is not None for moved in traits.traffic or ()):
+    is_coded = any(moved.codec is not None for moved in traits.traffic or ())
+    if not (traits.lock_step and traits.joins_by_mean) or is_coded:
         return float("inf")
     return 0.0 if traits.num_servers and not workers_die else _ROUNDING
 

@@ -46,7 +46,7 @@ def may_step(replica: Replica, policy: NonFinitePolicy, *, rank: int, step: int)
         return True  # a scaler skips by itself
     culprit = nonfinite_row(replica.tables) if replica.tables else None
     if culprit is None:
-        if seem_finite(replica.parameters, are_light=replica.is_light):
+        if _seem_finite(replica.parameters, are_light=replica.is_light):
             return True
         culprit = _nonfinite_parameter(replica)
     if culprit is not None and policy == "raise":
@@ -73,7 +73,7 @@ def checked(
     return evaluate
 
 
-def seem_finite(parameters: Iterable[Tensor], *, are_light: bool) -> bool:
+def _seem_finite(parameters: Iterable[Tensor], *, are_light: bool) -> bool:
     """Whether all of their gradients are finite; false also where the norm of those overflows.
 
     Args:
@@ -93,8 +93,12 @@ def seem_finite(parameters: Iterable[Tensor], *, are_light: bool) -> bool:
 
 
 def _nonfinite_parameter(replica: Replica) -> str | None:
-    """Where an earlier step was not looked at, its gradient has made a parameter what it was itself."""
-    own = [(spec.name, parameter.detach()) for parameter, spec in zip(replica.parameters, replica.specs, strict=True)]
-    of_gradients = [(name, p.grad) for p, (name, _) in zip(replica.parameters, own, strict=True) if p.grad is not None]
-    values = ((name, each.coalesce().values() if each.is_sparse else each) for name, each in (*own, *of_gradients))
-    return next((name for name, each in values if not bool(each.isfinite().all())), None)
+    """The name of the first one whose gradient is not finite."""
+    for parameter, spec in zip(replica.parameters, replica.specs, strict=True):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if not bool(values.isfinite().all()):
+            return spec.name
+    return None

@@ -42,12 +42,13 @@ class KeptBatches:
         self._new: list[Handed] = []  # which nobody has asked for yet
         self._in_storage: dict[int, dict[Handed, None]] = {}
         self._latest: dict[tuple[int, ...], Handed] = {}  # by the identities of their tensors
-        self._num_held = 0  # when it was looked which ones the script has dropped
+        self._num_added = self._num_held = 0  # since, and when, it was looked which ones the script has dropped
 
     def add(self, handed: Handed) -> None:
         """The latest one counts of those that are the same tensors, as of a data set that holds its batches."""
         self._new.append(handed)
-        if len(self._new) > self._num_held + _FEW:
+        self._num_added += 1
+        if self._num_added > self._num_held + _FEW:
             self.forget_dropped()
 
     def _take_in(self) -> None:
@@ -71,7 +72,7 @@ class KeptBatches:
         held = list(self)
         self._in_storage.clear()
         self._latest.clear()
-        self._num_held = len(held)
+        self._num_added, self._num_held = 0, len(held)
         for handed in held:
             self._put(handed)
 

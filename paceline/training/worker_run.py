@@ -96,7 +96,7 @@ class WorkerRun:
         """Raises UsageError for `prepared` if the script has not called `prepare`, and AttributeError for all else."""
         if name == "prepared":
             raise UsageError("call worker.prepare(model, optimizer, loader) first")
-        raise AttributeError(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def epoch(self) -> int:

@@ -281,7 +281,7 @@ def test_closing_takes_the_hooks_off() -> None:
     assert not any(p.grad is view for p, view in zip(script.parameters, script.buckets.views, strict=True))
 
 
-def test_what_tells_that_gradients_were_computed_keeps_no_model_alive() -> None:
+def test_what_tells_that_gradients_were_computed_keeps_no_model_alive_once_it_is_closed() -> None:
     model = nn.Linear(2, 1)
     computed = Computed([*model.parameters()])
     assert not computed

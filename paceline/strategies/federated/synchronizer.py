@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from paceline.arrays import is_finite
 from paceline.correction import Control, correct
 from paceline.errors import PeerLost, UsageError
 from paceline.roster import Roster, Turn
@@ -23,7 +22,7 @@ from paceline.strategies.federated.remembering import require_room
 from paceline.strategies.federated.round_result import RoundResult
 from paceline.strategies.federated.server import ServerModel
 from paceline.strategies.federated.uploading import Upload
-from paceline.strategies.finite import checked, may_step, seem_finite
+from paceline.strategies.finite import checked, may_step
 from paceline.strategies.global_model import averaged
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.regrouping import ResultHandedOn
@@ -31,9 +30,6 @@ from paceline.strategies.replica import Replica, cannot_evaluate, is_skipped_by_
 
 if TYPE_CHECKING:
     from paceline.strategies.federated.strategy import Federated
-
-
-_FEW = 4096
 
 
 @dataclass
@@ -104,9 +100,6 @@ class FederatedSynchronizer(Synchronizer):
         if self._upload is not None:
             plain = sum(change.nbytes for change in self._server.parameters)
             self.facts = {"upload_bytes": self._upload.num_bytes(self._server.parameters), "uncoded_bytes": plain}
-        self._looked_at = [p for p in replica.parameters if p.numel() <= _FEW and p.is_cpu and p.is_floating_point()]
-        """Their gradients alone are looked at in each step where all of the turn is at its end: what is not finite
-        elsewhere comes to these in the next step."""
         self._playing: _Playing | None = None
         self._sent: _Sent | None = None
         self._num_played = 0  # of this round's turns
@@ -204,9 +197,7 @@ class FederatedSynchronizer(Synchronizer):
         self._num_played += 1
         turn, strategy = playing.turn, self._strategy
         changes = self._server.changes()
-        culprit = None
-        if strategy.nonfinite != "allow":
-            culprit = self._server.first_nonfinite(changes) or self._nonfinite_private()
+        culprit = self._server.first_nonfinite(changes) if strategy.nonfinite != "allow" else None
         if culprit is not None and strategy.nonfinite == "raise":
             raise non_finite(rank=self.context.rank, step=self._num_steps, parameter=culprit)
         if culprit is not None or not playing.rates:
@@ -236,12 +227,6 @@ class FederatedSynchronizer(Synchronizer):
         )
         if self.context.server is None and self.context.pacing.is_simulated:
             self._carry()
-
-    def _nonfinite_private(self) -> str | None:
-        """The name of a private parameter that is not finite."""
-        shared = set(map(id, self._server.trained))
-        own = zip(self.replica.specs, self.replica.parameters, strict=True)
-        return next((spec.name for spec, each in own if id(each) not in shared and not is_finite(each.detach())), None)
 
     def _carry(self) -> None:
         """Let the simulated time pass in which a client's change is encoded, sent to the server, and decoded."""
@@ -358,9 +343,7 @@ class FederatedSynchronizer(Synchronizer):
                 "(DataLoader(num_workers=...) reads ahead by itself)"
             )
         self._num_steps += 1
-        applies = strategy.nonfinite == "raise" and seem_finite(self._looked_at, are_light=True)
-        if not applies:
-            applies = may_step(self.replica, strategy.nonfinite, rank=self.context.rank, step=self._num_steps)
+        applies = may_step(self.replica, strategy.nonfinite, rank=self.context.rank, step=self._num_steps)
         if applies:
             if strategy.correction is not None:
                 controls = playing.controls if strategy.has_controls else None

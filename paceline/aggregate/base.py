@@ -41,6 +41,8 @@ class Aggregator(Piece, ABC):
     or be joined with others."""
     remembers: ClassVar[bool] = False
     """The Gram matrix that it is given is of the sums of all that each sender has contributed so far."""
+    knows_senders: ClassVar[bool] = False
+    """It treats senders by who they are, so that it joins no mixtures of what several have sent."""
 
     @abstractmethod
     def aggregate(
@@ -86,6 +88,11 @@ class ByGram(Aggregator):
 
     is_coordinate_wise: ClassVar[bool] = False
     then: Aggregator
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a `then` that joins no mixtures."""
+        if self.then.knows_senders:
+            raise ValueError(f"then={self.then} looks at who has sent what, and would be given mixtures; leave one out")
 
     @abstractmethod
     def weights(self, gram: Tensor, senders: Sequence[int]) -> Tensor:

@@ -39,6 +39,7 @@ class NormClipping(ByGram, name="clip"):
     then: Aggregator = MEAN
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.norm > 0:
             raise ValueError(f"norm must be above 0, not {self.norm}")
 

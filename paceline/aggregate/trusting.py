@@ -19,6 +19,7 @@ class FLTrust(ByGram, name="fl-trust"):
     """The data of the worker `trusted` are known to be clean. Others' contributions count by how far their direction is
     that of its own, and are made as long as it; its own does not count (Cao et al., NDSS 2021, equations 2 to 4)."""
 
+    knows_senders: ClassVar[bool] = True
     trusted: int = 0
     then = MEAN
 
@@ -49,6 +50,7 @@ class FoolsGold(ByGram, name="fools-gold"):
     without a defence."""
 
     remembers: ClassVar[bool] = True
+    knows_senders: ClassVar[bool] = True
     then = MEAN
 
     def weights(self, gram: Tensor, senders: Sequence[int]) -> Tensor:

@@ -35,7 +35,8 @@ Env = Annotated[
     list[str] | None,
     typer.Option(
         "--env",
-        help="A variable of workers and servers, with this value or the one here; may be repeated.",
+        help="A variable of workers and servers, with this value, which results keep and show, or the one here; may be "
+        "repeated.",
         metavar="NAME[=VALUE]",
     ),
 ]

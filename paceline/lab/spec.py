@@ -162,6 +162,7 @@ class StudySpec:
         engine: str = "ray",
         cluster: str | Path | None = None,
         address: str | None = None,
+        environment: Mapping[str, str] | Sequence[str] = (),
         target: str | Sequence[str] | None = None,
         eval_every: int | str | None = None,
         **settings: Any,
@@ -178,7 +179,9 @@ class StudySpec:
         if not isinstance(script, str | Path):
             raise UsageError(f"a study takes the path of a script, not {script!r}; functions are for paceline.run")
         program = read_script(script, arguments)
-        variables(settings.get("environment", ()))
+        if isinstance(environment, Mapping):
+            environment = [f"{name}={value}" for name, value in environment.items()]
+        variables(_several("environment", environment, "['NAME', 'NAME=VALUE']"))
         targets = _targets(target)
         if eval_every is None and targets:
             eval_every = int(DEFAULT_EVAL_EVERY.every)
@@ -192,6 +195,7 @@ class StudySpec:
             engine=engine,
             cluster=VirtualCluster.read(cluster) if cluster is not None else None,
             address=chosen_address(address) if engine == "ray" else address,
+            environment=tuple(environment),
             target=targets[-1] if targets else None,
             passed_targets=tuple(targets[:-1]),
             eval_every=str(Interval.parse(eval_every, plain="batches")) if eval_every is not None else None,

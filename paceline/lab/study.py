@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,7 +81,7 @@ class Study:
         cluster: str | Path | None = None,
         address: str | None = None,
         insecure: bool = False,
-        environment: Sequence[str] = (),
+        environment: Mapping[str, str] | Sequence[str] = (),
         elastic: str | None = None,
         replace: int | None = None,
         checkpoint_every: int | None = None,
@@ -108,7 +108,8 @@ class Study:
                 it best, found by as many runs as any other's on a seed that is not judged.
             engine: `ray`, or `virtual`: on a simulated cluster.
             cluster: of the virtual engine: a TOML file, or the name of one that comes with Paceline.
-            environment: variables of workers and servers, as `NAME=VALUE`, or `NAME` for the value here.
+            environment: variables of workers and servers: values by name, or texts as `NAME=VALUE`, which the study
+                keeps and its report shows, or `NAME` for the value here.
             elastic, replace: as for `paceline.run`, of strategies that can go on without some workers.
             checkpoint_every: iterations between checkpoints, from which simulated runs begin anew after a failure.
             retry_failed: run those trials again that failed.
@@ -142,7 +143,7 @@ class Study:
             cluster=cluster,
             address=address,
             insecure=insecure,
-            environment=tuple(environment),
+            environment=environment,
             elastic=elastic,
             replace=replace,
             checkpoint_every=checkpoint_every,

@@ -206,6 +206,9 @@ def test_variables_of_workers_are_set_here_or_given_and_change_a_study(script: P
         create(script, environment=("NOWHERE_SET",))
     with pytest.raises(UsageError, match="for processes that are started"):
         create(script, environment=("A=1",), engine="virtual", cluster="lab-1gbe")
+    with pytest.raises(UsageError, match="environment are given as a list"):
+        create(script, environment="HOME")
+    assert create(script, environment={"HOME": "a", "B": "x=y"}).environment == ("HOME=a", "B=x=y")
     with pytest.raises(UsageError, match="environment"):
         create(script, environment=("A=1",)).require_same_study(create(script, environment=("A=2",)))
 

@@ -178,6 +178,7 @@ def test_losses_are_found(tmp_path: Path) -> None:
     several = (("all-reduce", {}), ("all-reduce", {"aggregate": "median"}), ("local-sgd", {}))
     bounds = [judging.bound(build(*each).traits, workers_die=True) for each in several]
     assert bounds == [1e-3, float("inf"), float("inf")]
+    assert judging.bound(build("all-reduce", {"aggregate": "median"}).traits, workers_die=False) == 1e-3
     copies = build("ps-bsp", {"servers": 2, "replicas": 1}).traits
     assert [judging.bound(copies, workers_die=die) for die in (False, True)] == [0.0, 1e-3]
 

@@ -37,6 +37,7 @@ def test_what_the_script_has_dropped_is_not_kept() -> None:
     for _ in range(2000):
         held = torch.zeros(4)
         kept.add(handed(held))
+        assert list(kept.beside([held])), "it is asked for, as where a script reads ahead"
     assert sum(len(some) for some in kept._in_storage.values()) < 100
     assert next(batch.alive[0].data_ptr() for batch in kept) == x.data_ptr()
 

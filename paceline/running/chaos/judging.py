@@ -94,7 +94,8 @@ def bound(traits: Traits, *, workers_die: bool) -> float:
     if traits.num_clients:
         return _ROUNDING
     is_coded = any(moved.codec is not None for moved in traits.traffic or ())
-    if not (traits.lock_step and traits.joins_by_mean) or is_coded:
+    joins_alike = traits.joins_by_mean or not workers_die
+    if not (traits.lock_step and joins_alike) or is_coded:
         return float("inf")
     return 0.0 if traits.num_servers and not workers_die else _ROUNDING
 

@@ -81,8 +81,10 @@ def of_paceline(engine: str, model: str, rounds: int, workers: int) -> Outcome:
     return Outcome(begun_s[0] - began_s, rate, accuracy, round_end_s(begun_s[first : last + 1], a_round))
 
 
-def round_end_s(begun_s: Sequence[float], a_round: int) -> float:
-    """Of the times at which turns began, the first of a round first."""
+def round_end_s(begun_s: Sequence[float], a_round: int) -> float | None:
+    """Of the times at which turns began, the first of a round first; none where a round is one turn."""
+    if a_round == 1:
+        return None
     taken_s = [after - before for before, after in pairwise(begun_s)]
     lasts = taken_s[a_round - 1 :: a_round]
     others = [taken for number, taken in enumerate(taken_s) if (number + 1) % a_round]

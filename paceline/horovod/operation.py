@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @final
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Operation:
     """What one rank has asked for."""
 
@@ -33,8 +33,8 @@ class Operation:
     """For a meeting: what all ranks do there."""
     finish: Callable[[Any], Any] | None = None
     """Makes of a tensor's result what the script gets."""
-    channel: "Channel | None" = None
-    """Where it is under way; none once it has been waited for."""
+    channel: "Channel" = field(init=False, repr=False)
+    """Where it is under way. Set for those that scripts get, and deleted by whoever waits for them first."""
 
     result: Any = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)

@@ -60,7 +60,7 @@ def fit(
             request_core_us=_us(median(pair.exchange.request_core_s for pair in pairs)),
             row_request_us=_us(_row_request_s(pairs) / 2),
             row_request_core_us=_us(median(pair.exchange.row_request_core_s for pair in pairs)),
-            row_request_variation=_rounded(_one_end(median(pair.exchange.row_request_variation for pair in pairs))),
+            row_request_variation=_rounded(_one_end(median(_row_request_variation(pair) for pair in pairs))),
             packing_gbyte_per_s=None if is_one else _rounded(_packing(network) / 1e9),
             exchange_gbyte_per_s=None if is_one else _rounded(_exchanged(network) / 1e9),
             unevenness=0.0 if is_one else _unevenness(network),
@@ -223,6 +223,13 @@ def _request_s(pairs: Sequence[PairReport]) -> float:
 def _row_request_s(pairs: Sequence[PairReport]) -> float:
     """The same of asking about rows."""
     return max(0.0, median(pair.exchange.row_request_s - 2 * pair.latency_s for pair in pairs))
+
+
+def _row_request_variation(pair: PairReport) -> float:
+    """Of what such a request costs both ends together: the way, which was measured with it, hardly varies."""
+    request_s = pair.exchange.row_request_s
+    both_ends_s = request_s - 2 * pair.latency_s
+    return pair.exchange.row_request_variation * request_s / both_ends_s if both_ends_s > 0 else 0.0
 
 
 def _one_end(variation: float) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from paceline.cluster.description import Cluster, Communication, Servers
+from paceline.engines.virtual.computing import requests
 from paceline.nn import ShardedEmbedding
 from paceline.training.worker import Worker
 from tests.conformance.rows import loader_of, problem
@@ -116,3 +118,43 @@ def test_requests_about_rows_vary_alike_each_time(tmp_path: Path) -> None:
     steady = replace(cluster, communication=replace(said, row_request_variation=0.0))
     steps_s = [after - before for before, after in pairwise(times_s(tmp_path / "c", 1, steady)[1:])]
     assert max(steps_s) - min(steps_s) < 1e-5
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first(x)).mean()
+        return found
+
+
+def two_optimizers(worker: Worker, out: Path) -> None:
+    """One model, whose parts are on the servers by themselves."""
+    model = TwoParts()
+    model, first, second, loader = worker.prepare(
+        model=model,
+        first=SGD(model.first.parameters(), lr=1e-3),
+        second=SGD(model.second.parameters(), lr=1e-3),
+        loader=loader_of(problem()),
+    )
+    while True:
+        for _ in loader:
+            model(torch.full((DIM,), 1.0 + worker.rank)).backward()
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_each_optimizer_of_a_worker_draws_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[float] = []
+    of_workers = requests.of_workers
+
+    def seen(cluster: Cluster, random: Random) -> requests.RequestCosts:
+        drawn.append(random.random())
+        return of_workers(cluster, random)
+
+    monkeypatch.setattr(requests, "of_workers", seen)
+    run(two_optimizers, tmp_path, "ps-bsp", 2, cluster=cluster_of(), max_steps=2)
+    assert len(set(drawn)) == 2 * 2

@@ -223,9 +223,9 @@ class Worlds:
         core_s = costs.message_core_us * _US / 2 if self._cores else 0.0
         return max(core_s, costs.message_us * _US - core_s), core_s
 
-    def _draws(self, who: str, number: int) -> random.Random:
-        """What chance adds to the requests of this worker or server."""
-        return random.Random(derive(self._job.config.seed, f"requests of {who}", number))
+    def _draws(self, who: str, *number: int) -> random.Random:
+        """What chance adds to the requests of this server, or of this worker to its servers of a number."""
+        return random.Random(derive(self._job.config.seed, f"requests of {who}", *number))
 
     def _pace(
         self,
@@ -296,7 +296,7 @@ class Worlds:
             process=process,
             host=host,
             row_bytes_per_s=self._hosts[host].row_bytes_per_s,
-            costs=requests.of_workers(self._job.cluster, self._draws("worker", rank)),
+            costs=requests.of_workers(self._job.cluster, self._draws("worker", rank, number)),
             number=number,
         )
         in_pieces = len({*self.places.workers, *self.places.servers}) > 1

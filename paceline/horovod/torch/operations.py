@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.horovod import runtime as basics
+from paceline.horovod.channel import Channel
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import ADASUM
 from paceline.horovod.operation import Operation
@@ -139,24 +140,34 @@ def join(device: int = -1) -> int:
 
 
 def poll(handle: Handle) -> bool:
-    """Whether the operation is over, so that `synchronize` will not block. Raises ValueError if it was waited for."""
-    if handle.channel is None:
-        raise ValueError(f"{handle.request.name!r} has been waited for")
-    return handle.channel.poll(handle)
+    """Whether the operation is over, so that `synchronize` will not block.
+
+    Raises ValueError if it was waited for, or is none.
+    """
+    channel: Channel | None = getattr(handle, "channel", None)
+    if channel is None:
+        is_known = isinstance(handle, Operation)
+        raise ValueError(f"{handle.request.name!r} has been waited for" if is_known else f"{handle!r} is no handle")
+    return channel.poll(handle)
 
 
 def synchronize(handle: Handle) -> Any:
-    """Wait for an operation, and return its result: once, None afterwards.
+    """Wait for an operation, and return its result: once, None afterwards, and for what is no handle.
 
     Raises HorovodInternalError if it could not be done.
     """
-    channel, handle.channel = handle.channel, None
-    if channel is None:
+    try:
+        channel = handle.channel
+        del handle.channel  # of several threads that wait for it, in one alone
+    except AttributeError:
         return None
-    if not handle.is_over or handle.error is not None:
-        channel.wait(handle)
-    results = _on_device(handle)
-    handle.tensors = handle.outputs = handle.result = ()  # of a handle that the script keeps
+    try:
+        if not handle.is_over or handle.error is not None:
+            channel.wait(handle)
+        results = _on_device(handle)
+    finally:
+        if handle.is_over:  # who was interrupted leaves it under way
+            handle.tensors = handle.outputs = handle.result = ()  # of a handle that the script keeps
     return [*results] if handle.is_group else results[0]
 
 

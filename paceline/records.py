@@ -5,6 +5,7 @@ counts once its end is written: what a killed run left after it is not read, and
 """
 
 import csv
+import io
 import json
 import os
 import struct
@@ -168,6 +169,10 @@ def unpack_steps(content: bytes | memoryview) -> list[StepRecord]:
         raise ValueError(f"no step records: {error}") from None
 
 
+Row = tuple[type[Record], bytes]
+"""What is appended to the file of records of this type."""
+
+
 @final
 class RecordWriter:
     """Appends records to the files of a result directory; rows reach the disk at `flush`. Of an iteration that is
@@ -175,24 +180,30 @@ class RecordWriter:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._files: dict[str, IO[str]] = {}
+        self._files: dict[str, IO[bytes]] = {}
         self._evaluated: set[int] = set()
 
     def write(self, records: Iterable[Record]) -> None:
+        """Raises as `rows`."""
+        self.append(self.rows(records))
+
+    def rows(self, records: Iterable[Record]) -> Iterator[Row]:
+        """What `append` takes. Raises ValueError at a record that cannot be written, since it has values of other types
+        than it should."""
         for record in records:
-            if isinstance(record, EvaluationRecord):
-                if record.iteration in self._evaluated:
-                    continue
-                self._evaluated.add(record.iteration)
-            file = self._open(type(record))
-            if isinstance(record, StepRecord):
-                file.write(_STEP_ROW % _VALUES_OF[StepRecord](record))
-            elif isinstance(record, MetricRecord) and record.name.isidentifier():
-                file.write(_METRIC_ROW % _VALUES_OF[MetricRecord](record))
-            elif isinstance(record, _TABLES):
-                csv.writer(file, lineterminator="\n").writerow(_VALUES_OF[type(record)](record))
-            else:
-                file.write(json.dumps(asdict(record)) + "\n")
+            try:
+                if isinstance(record, EvaluationRecord):
+                    if record.iteration in self._evaluated:
+                        continue
+                    self._evaluated.add(record.iteration)
+                row = _row(record).encode()
+            except (TypeError, ValueError, OverflowError, AttributeError) as error:
+                raise ValueError(f"cannot write {str(record)[:80]}: {error}") from error
+            yield type(record), row
+
+    def append(self, rows: Iterable[Row]) -> None:
+        for record_type, row in rows:
+            self._open(record_type).write(row)
 
     def flush(self) -> None:
         for file in self._files.values():
@@ -203,15 +214,27 @@ class RecordWriter:
             file.close()
         self._files.clear()
 
-    def _open(self, record_type: type[Record]) -> IO[str]:
+    def _open(self, record_type: type[Record]) -> IO[bytes]:
         if record_type.kind not in self._files:
             path = record_path(self._directory, record_type)
             num_bytes = _drop_torn_end(path)
-            file = path.open("a", encoding="utf-8", newline="")
+            file = path.open("ab")
             self._files[record_type.kind] = file
             if num_bytes == 0 and record_type in _TABLES:
-                file.write(",".join(field.name for field in fields(record_type)) + "\n")
+                file.write((",".join(field.name for field in fields(record_type)) + "\n").encode())
         return self._files[record_type.kind]
+
+
+def _row(record: Record) -> str:
+    if isinstance(record, StepRecord):
+        return _STEP_ROW % _VALUES_OF[StepRecord](record)
+    if isinstance(record, MetricRecord) and record.name.isidentifier():
+        return _METRIC_ROW % _VALUES_OF[MetricRecord](record)
+    if not isinstance(record, _TABLES):
+        return json.dumps(asdict(record)) + "\n"
+    row = io.StringIO()
+    csv.writer(row, lineterminator="\n").writerow(_VALUES_OF[type(record)](record))
+    return row.getvalue()
 
 
 def record_path(directory: Path, record_type: type[R]) -> Path:

@@ -2,8 +2,8 @@
 
 from typing import final
 
-_MOST_S = 1.0
-"""So much of the time between two looks counts."""
+_MOST_S, _MOST_OF_DEADLINE = 1.0, 1 / 3
+"""So much of the time between two looks counts, and so much of the deadline."""
 
 
 @final
@@ -12,15 +12,21 @@ class Silence:
     for it. It is not forgotten either, or a listener that pauses again and again would never notice anybody.
 
     `now_s` and `heard_s` are of any clock that does not go back.
+
+    Args:
+        deadline_s: the shortest silence that anybody is blamed for.
     """
 
-    def __init__(self, *, now_s: float) -> None:
+    def __init__(self, *, now_s: float, deadline_s: float) -> None:
+        self._most_s = min(_MOST_S, deadline_s * _MOST_OF_DEADLINE)
         self._looked_s, self._listened_s = now_s, 0.0
         self._last: dict[str, tuple[float | None, float]] = {}  # when each was heard, and how long had been listened
 
-    def look(self, *, now_s: float) -> None:
-        """To be called often, each time when what has come is heard."""
-        self._listened_s += min(now_s - self._looked_s, _MOST_S)
+    def look(self, *, now_s: float, has_heard_all: bool) -> None:
+        """To be called often, each time when what has come is heard: the time before a look counts nothing where some
+        of it is not, since it may be anybody's."""
+        if has_heard_all:
+            self._listened_s += min(now_s - self._looked_s, self._most_s)
         self._looked_s = now_s
 
     def of(self, name: str, *, heard_s: float | None) -> float:

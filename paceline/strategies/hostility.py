@@ -45,7 +45,9 @@ class HostileWorkers:
         own = torch.cat([_flat(tensor) for tensor in tensors])
         honest = _told(own, context.collective, is_hostile, is_honest) if self._tells else own[None]
         attacks = [each for each in self._attacks if self._is_hostile([each], context.rank) and is_hostile[place]]
-        generator = torch.Generator().manual_seed(derive(self._seed, "attack", context.rank, step))
+        # An update may take several rounds where workers come and go, and one round is repeated when somebody dies.
+        rounds = () if context.recovery is None else (context.recovery.num_dealt,)
+        generator = torch.Generator().manual_seed(derive(self._seed, "attack", context.rank, step, *rounds))
         for attack in attacks:
             if len(honest) >= attack.least_known:
                 there = replace(attack, workers=sum(self._is_hostile([attack], rank) for rank in ranks))

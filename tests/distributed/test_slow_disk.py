@@ -10,12 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from paceline.elastic import Elastic
 from paceline.engines.ray.control import ControlLine
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.record_writing import RecordWriting
+from paceline.engines.ray.survival import Survival
 from paceline.errors import RunFailed
+from paceline.membership import Membership
 from paceline.messages import Kind
-from paceline.records import EventRecord, RecordWriter, read_records
+from paceline.records import (
+    EvaluationRecord,
+    EventRecord,
+    MetricRecord,
+    Record,
+    RecordWriter,
+    read_records,
+)
 
 PATIENCE_S = 60.0
 
@@ -59,6 +69,13 @@ def turn_until(controller: Controller, is_so: Callable[[], object]) -> bool:
     while not is_so() and time.monotonic() < until_s:
         controller.turn(timeout_s=0.05)
     return bool(is_so())
+
+
+def close(line: ControlLine, controller: Controller) -> None:
+    closing = threading.Thread(target=line.close)
+    closing.start()
+    assert turn_until(controller, lambda: not closing.is_alive())
+    controller.close()
 
 
 def event(number: int) -> EventRecord:
@@ -130,15 +147,101 @@ def test_records_wait_for_a_disk_that_stands_still_and_none_is_lost(tmp_path: Pa
     assert put == [1, 2, 3]
     gate.opens.set()
     thread.join(PATIENCE_S)
-    writing.close()
+    assert writing.close(limit_s=PATIENCE_S)
     assert [each.iteration for each in read_records(tmp_path, EventRecord)] == list(range(20))
 
 
-def test_a_record_that_cannot_be_written_is_said_and_holds_up_no_other(tmp_path: Path) -> None:
-    writing = RecordWriting(tmp_path)
-    writing.put([EventRecord("number", "worker-1", 0, 0.0, {"details": object()})])
+@pytest.mark.parametrize(
+    "record",
+    [
+        MetricRecord("one", 0, 1, 0.0, "loss", 1.0),  # type: ignore[arg-type]
+        MetricRecord(float("inf"), 0, 1, 0.0, "loss", 1.0),  # type: ignore[arg-type]
+        MetricRecord(1, 0, 1, 0.0, 1.0, 1.0),  # type: ignore[arg-type]
+        EvaluationRecord([1], 0.0, 1, {}, 0.0),  # type: ignore[arg-type]
+    ],
+    ids=["a word for a number", "an infinite number", "a number for a name", "a list for a number"],
+)
+def test_a_members_record_that_cannot_be_written_is_refused_and_the_run_goes_on(
+    tmp_path: Path, controller: Controller, record: Record
+) -> None:
+    """Over the wire what a member says may be of any type."""
+
+    def told(*names: str) -> bool:
+        controller.finish_records(limit_s=PATIENCE_S)
+        return [each.name for each in read_records(tmp_path, EventRecord)] == [*names]
+
+    line = line_to(controller)
+    for each in (event(0), record):
+        line.emit(each)
+    assert turn_until(controller, lambda: told("number", "refused"))
+    line.emit(event(1))
+    assert turn_until(controller, lambda: told("number", "refused", "number"))
+    controller.raise_write_error()
+    close(line, controller)
+    assert [each.who for each in read_records(tmp_path, EventRecord)] == ["worker-1"] * 3
+    assert not read_records(tmp_path, MetricRecord)
+    assert not read_records(tmp_path, EvaluationRecord)
+
+
+def test_a_disk_that_stands_still_holds_up_the_end_of_a_run_no_longer_than_said(
+    tmp_path: Path,
+    controller: Controller,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("paceline.engines.ray.controller._LAST_S", 0.5)
+    controller.event("number")
+    assert gate.is_waited_for.wait(PATIENCE_S)
+    began_s = time.monotonic()
+    controller.close()
+    assert time.monotonic() - began_s < PATIENCE_S / 6
+    assert f"records are not yet written in {tmp_path} after 0 s, and given up" in capsys.readouterr().err
+    assert not gate.is_given_up
+
+
+def test_waiting_for_records_has_an_end_also_where_no_more_fit(tmp_path: Path, gate: Gate) -> None:
+    writing = RecordWriting(tmp_path, most=1)
+    writing.put([event(0)])
+    assert gate.is_waited_for.wait(PATIENCE_S)
     writing.put([event(1)])
-    assert writing.mark().wait(PATIENCE_S)
-    assert "not JSON serializable" in str(writing.error)
-    writing.close()
-    assert [each.iteration for each in read_records(tmp_path, EventRecord)] == [1]
+    began_s = time.monotonic()
+    assert not writing.wait(limit_s=0.2)
+    assert not writing.close(limit_s=0.2)
+    assert time.monotonic() - began_s < PATIENCE_S / 6
+    assert not gate.is_given_up
+    gate.opens.set()
+    assert writing.wait(limit_s=PATIENCE_S)
+    assert writing.close(limit_s=PATIENCE_S)
+    assert [each.iteration for each in read_records(tmp_path, EventRecord)] == [0, 1]
+
+
+def test_nobody_is_ended_for_pulses_that_the_launcher_has_not_read_yet(
+    tmp_path: Path, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each message takes as long as where the disk's queue is full, so that turns break off."""
+    survival = Survival(
+        Elastic(at_least=1, at_most=2, deadline_s=1.0),
+        controller,
+        membership=Membership.first(2),
+        deadline_s=60.0,
+        pids={},
+        elsewhere={"worker-0", "worker-1"},
+        say=lambda line: None,
+    )
+    controller.progress.phase = "training"
+    controller.gone.add("worker-0")
+    line = line_to(controller)
+    assert turn_until(controller, lambda: "worker-1" in controller.heard_s)
+    survival.end_silent()
+    monkeypatch.setattr(Controller, "_take", lambda controller, name, frames: time.sleep(0.6))
+    for number in range(4):
+        line.emit(event(number))
+        time.sleep(0.5)
+        controller.turn(timeout_s=0.0)
+        assert not controller.has_heard_all
+        survival.end_silent()
+    assert not controller.expelled
+    monkeypatch.undo()
+    assert turn_until(controller, lambda: controller.has_heard_all)
+    close(line, controller)

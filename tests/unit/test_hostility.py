@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from paceline.attacks import parse
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective
 from paceline.membership import Membership
+from paceline.seeding import derive
 from paceline.strategies.base import Context
 from paceline.strategies.hostility import under_attack
 from paceline.strategies.traits import Traits
@@ -93,3 +95,28 @@ def test_a_joiner_that_is_alone_yet_may_train_under_an_attack() -> None:
     named = replace(context, rank=3, membership=Membership(1, (3,)))
     under_attack(parse(["sign-flip"]), named, APART).corrupt([own], 0)
     assert torch.equal(own, -torch.ones(2))
+
+
+@dataclass
+class Rounds:
+    """As of `Recovery`."""
+
+    num_dealt: int
+
+
+def noise(*, step: int, num_dealt: int | None) -> Tensor:
+    recovery: Any = None if num_dealt is None else Rounds(num_dealt)
+    context = replace(context_of(AloneCollective(), (1,), num_first=2), seed=5, recovery=recovery)
+    own = torch.zeros(4, dtype=torch.float64)
+    under_attack(parse(["gauss"]), context, APART).corrupt([own], step)
+    return own
+
+
+def test_noise_is_new_in_each_round_of_an_update_and_the_same_when_a_round_is_repeated() -> None:
+    """The step stands still until an update of several rounds is complete."""
+    first = noise(step=3, num_dealt=7)
+    assert torch.equal(noise(step=3, num_dealt=7), first)
+    assert not torch.equal(noise(step=3, num_dealt=8), first)
+    assert not torch.equal(noise(step=4, num_dealt=7), first)
+    generator = torch.Generator().manual_seed(derive(5, "attack", 1, 3))
+    assert torch.equal(noise(step=3, num_dealt=None), torch.randn(4, dtype=torch.float64, generator=generator))

@@ -24,7 +24,8 @@ from paceline.messages import Kind, Message, Raw, WireError, cut_into_frames, ra
 from paceline.records import EventRecord, Record, from_plain, unpack_steps
 
 _TURN_S = 0.2
-_LAST_FILE_S = 10.0
+_LAST_S = 10.0
+"""So long what is not yet on the disk keeps a run from ending."""
 
 
 @final
@@ -82,6 +83,8 @@ class Controller:
         self.gone: set[str] = set()
         """Members that have said all they had to say."""
         self.progress = Progress()
+        self.has_heard_all = True
+        """Whether the last turn has taken in all that had arrived."""
 
     @property
     def address(self) -> LauncherAddress:
@@ -102,9 +105,10 @@ class Controller:
             # Members that say much must not keep the launcher from looking after those that died.
             if time.monotonic() > until_s:
                 break
+        self.has_heard_all = not self._listener.socket.poll(0)
 
     def record(self, *records: Record) -> None:
-        """Have records written, of a member or the launcher's own."""
+        """Have records written, of a member or the launcher's own. Raises as `RecordWriter.rows`."""
         self._records.put(records)
         self.progress.take(records)
         self._on_records(records)
@@ -139,13 +143,13 @@ class Controller:
 
     def finish_records(self, *, limit_s: float | None = None) -> bool:
         """Wait until all records so far are on the disk, or so long. Returns whether they are, or cannot be written."""
-        return self._records.mark().wait(limit_s)
+        return self._records.wait(limit_s=limit_s)
 
     def close(self) -> None:
-        self._records.close()
-        if not self._files.close(limit_s=_LAST_FILE_S):
-            text = f"a file is not yet written in {self._directory} after {_LAST_FILE_S:.0f} s, and is given up"
-            print(text, file=sys.stderr, flush=True)
+        for what, writing in (("records are", self._records), ("a file is", self._files)):
+            if not writing.close(limit_s=_LAST_S):
+                given_up = f"{what} not yet written in {self._directory} after {_LAST_S:.0f} s, and given up"
+                print(given_up, file=sys.stderr, flush=True)
         self._listener.close()
 
     def _take(self, name: bytes, frames: Sequence[Raw]) -> None:

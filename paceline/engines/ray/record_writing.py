@@ -2,11 +2,12 @@
 
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
-from paceline.records import Record, RecordWriter
+from paceline.records import Record, RecordWriter, Row
 
 _MOST_ON_THEIR_WAY = 4096
 """Some minutes of a run's messages with records."""
@@ -18,19 +19,23 @@ class RecordWriting:
     Records reach the disk as soon as it is done with those before. Where `most` batches of them are on their way,
     whoever has more waits: memory is not to fill up beside a disk that stands still.
 
-    A disk that is full, or a record that cannot be written, is in `error`.
+    A disk that is full is in `error`.
     """
 
     def __init__(self, directory: Path, *, most: int = _MOST_ON_THEIR_WAY) -> None:
         self._writer = RecordWriter(directory)
-        self._jobs: queue.Queue[Sequence[Record] | threading.Event | None] = queue.Queue(most)
+        self._jobs: queue.Queue[Sequence[Row] | threading.Event | None] = queue.Queue(most)
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="paceline-records", daemon=True)
         self._thread.start()
 
     def put(self, records: Sequence[Record]) -> None:
-        """Have these written after all others so far."""
-        self._jobs.put(records)
+        """Have these written after all others so far. Raises as `RecordWriter.rows`; then those before are written."""
+        rows: list[Row] = []
+        try:
+            rows.extend(self._writer.rows(records))
+        finally:
+            self._jobs.put(rows)
 
     def mark(self) -> threading.Event:
         """What is set once all is on the disk that was put so far, or cannot be written."""
@@ -38,16 +43,32 @@ class RecordWriting:
         self._jobs.put(is_done)
         return is_done
 
-    def close(self) -> None:
-        """Waits until all is written."""
-        self._jobs.put(None)
-        self._thread.join()
+    def wait(self, *, limit_s: float | None) -> bool:
+        """Wait until all is on the disk that was put so far, or so long. Returns whether it is, or cannot be there."""
+        until_s = None if limit_s is None else time.monotonic() + limit_s
+        is_done = threading.Event()
+        return self._has_put(is_done, limit_s) and is_done.wait(_left_s(until_s))
+
+    def close(self, *, limit_s: float) -> bool:
+        """All is written first, if that takes no longer. Returns whether it was."""
+        until_s = time.monotonic() + limit_s
+        if self._has_put(None, limit_s):
+            self._thread.join(_left_s(until_s))
+        return not self._thread.is_alive()
+
+    def _has_put(self, job: threading.Event | None, limit_s: float | None) -> bool:
+        """Whether there was room for it within that time."""
+        try:
+            self._jobs.put(job, timeout=limit_s)
+        except queue.Full:
+            return False
+        return True
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 if not isinstance(job, threading.Event):
-                    self._writer.write(job)
+                    self._writer.append(job)
                 if isinstance(job, threading.Event) or self._jobs.empty():
                     self._writer.flush()
             except Exception as error:  # the run's own loop is to hear of it, and others wait for the mark
@@ -58,3 +79,7 @@ class RecordWriting:
             self._writer.close()
         except OSError as error:
             self.error = error
+
+
+def _left_s(until_s: float | None) -> float | None:
+    return None if until_s is None else max(0.0, until_s - time.monotonic())

@@ -76,7 +76,7 @@ class Survival:
         self._why: dict[str, str] = {}
         self._deadline_s, self._awaited_s = deadline_s, 0.0
         self._since_s: float | None = None  # when the first word of a change has come
-        self._silence = Silence(now_s=clock())
+        self._silence = Silence(now_s=clock(), deadline_s=elastic.deadline_s)
 
     @property
     def has_begun(self) -> bool:
@@ -286,7 +286,7 @@ class Survival:
         Those on other hosts have leases, and end by themselves if they are cut off."""
         if not self.has_begun:
             return
-        self._silence.look(now_s=self._clock())
+        self._silence.look(now_s=self._clock(), has_heard_all=self._controller.has_heard_all)
         watched = [f"worker-{rank}" for rank in (*self._coordinator.living, *self._coordinator.awaited)]
         deadline_s = self._elastic.deadline_s
         joining = {*self._coming, *(f"worker-{rank}" for rank in self._coordinator.joining)} - {*watched}

@@ -218,7 +218,11 @@ class Course:
         whether the run goes on."""
         run, iteration = self._run, self._run.prepared.synchronizer.iteration
         if iteration > run.iteration:
-            self._unsettled = outcome = StepOutcome(iteration)
+            # Who has just joined still waits for admission: a gradient without it would not count.
+            outcome = (
+                StepOutcome(iteration) if self._unsettled is None else self._unsettled._replace(iteration=iteration)
+            )
+            self._unsettled = outcome
             self._take(outcome)
         if self._unsettled is not None:
             self.settle()

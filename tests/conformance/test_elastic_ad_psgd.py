@@ -103,6 +103,9 @@ ONCE_AN_EPOCH = Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
 
 def require_counted(result: Result, log: Log) -> None:
     assert named(result, "left_over") == []
+    assert [(step.worker, step.step) for step in result.steps if step.staleness < 0] == [], (
+        "gradients that do not count"
+    )
     assert counted(result, log) == ONCE_AN_EPOCH
     assert result.evaluations[-1].samples == EPOCHS * SAMPLES
 

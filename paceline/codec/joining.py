@@ -207,7 +207,8 @@ def _by_parts(
 
 
 def _cuts(codec: TensorCodec, parts: Sequence[Sequence[Region]]) -> list[slice]:
-    """Which of a part's regions go in one message, of one after another: the same of every part, on all workers."""
+    """A slice for each message, one after another: the regions of a part that it carries. All workers cut all parts
+    alike."""
     longest = max(len(part) for part in parts)
     num_bytes = max(sum(codec.num_bytes(region.shape) for region in part) for part in parts)
     each = -(-longest // max(1, min(longest, round(num_bytes / MESSAGE_BYTES))))

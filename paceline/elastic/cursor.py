@@ -51,7 +51,7 @@ class Deal:
 
     @property
     def share(self) -> float:
-        """What the round has of its update."""
+        """The part of the update's samples that this round brings, of 1."""
         return sum(map(len, self.parts)) / self.num_samples
 
     def without(self, lost: Collection[int], *, global_batch: GlobalBatch) -> "Deal":

@@ -3,7 +3,7 @@
 from typing import final
 
 _MOST_S, _MOST_OF_DEADLINE = 1.0, 1 / 3
-"""So much of the time between two looks counts, and so much of the deadline."""
+"""A look counts at most these seconds of the time since the one before, and at most this part of the deadline."""
 
 
 @final

@@ -181,7 +181,8 @@ class StudySpec:
         program = read_script(script, arguments)
         if isinstance(environment, Mapping):
             environment = [f"{name}={value}" for name, value in environment.items()]
-        variables(_several("environment", environment, "['NAME', 'NAME=VALUE']"))
+        environment = _several("environment", environment, "['NAME', 'NAME=VALUE']")
+        variables(environment)
         targets = _targets(target)
         if eval_every is None and targets:
             eval_every = int(DEFAULT_EVAL_EVERY.every)
@@ -195,7 +196,7 @@ class StudySpec:
             engine=engine,
             cluster=VirtualCluster.read(cluster) if cluster is not None else None,
             address=chosen_address(address) if engine == "ray" else address,
-            environment=tuple(environment),
+            environment=environment,
             target=targets[-1] if targets else None,
             passed_targets=tuple(targets[:-1]),
             eval_every=str(Interval.parse(eval_every, plain="batches")) if eval_every is not None else None,
@@ -272,11 +273,10 @@ class StudySpec:
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        found = []
+        found, attacks = [], parse(self.attacks)
         for variant in self.strategies:
             for workers in self.workers:
                 try:
-                    attacks = parse(self.attacks)
                     variant.strategy.check(num_workers=workers)
                     if self.elastic is not None and variant.strategy.traits.repeats_steps:
                         _require_elastic(Elastic.parse(self.elastic), variant.strategy, workers, attacks)

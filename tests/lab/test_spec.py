@@ -209,6 +209,7 @@ def test_variables_of_workers_are_set_here_or_given_and_change_a_study(script: P
     with pytest.raises(UsageError, match="environment are given as a list"):
         create(script, environment="HOME")
     assert create(script, environment={"HOME": "a", "B": "x=y"}).environment == ("HOME=a", "B=x=y")
+    assert create(script, environment=iter(["HOME"])).environment == ("HOME",)
     with pytest.raises(UsageError, match="environment"):
         create(script, environment=("A=1",)).require_same_study(create(script, environment=("A=2",)))
 

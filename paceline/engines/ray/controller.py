@@ -25,7 +25,7 @@ from paceline.records import EventRecord, Record, from_plain, unpack_steps
 
 _TURN_S = 0.2
 _LAST_S = 10.0
-"""So long what is not yet on the disk keeps a run from ending."""
+"""A run that ends waits no longer than this for its last records and files to reach the disk."""
 
 
 @final

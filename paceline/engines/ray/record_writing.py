@@ -38,7 +38,7 @@ class RecordWriting:
             self._jobs.put(rows)
 
     def mark(self) -> threading.Event:
-        """What is set once all is on the disk that was put so far, or cannot be written."""
+        """An event, which is set once all that was put so far is on the disk, or cannot be written."""
         is_done = threading.Event()
         self._jobs.put(is_done)
         return is_done

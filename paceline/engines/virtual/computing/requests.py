@@ -1,4 +1,4 @@
-"""What requests to servers take at one of their ends."""
+"""How long a request to a server keeps the worker that sends it, or the server that answers it."""
 
 import math
 from dataclasses import dataclass

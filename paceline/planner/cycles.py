@@ -325,7 +325,7 @@ def _asynchronous_cycle_s(setting: Setting, exchange: ServerExchange, every: int
     besides_s = exchange.ask_s + float((exchange.trips_s + rows.own_s).mean()) + overhead_s
     if trips:  # what is met on them is no part of the rest
         own_s, shared_s = own_s - float(rows.own_s.mean()), shared_s - rows.together_s / num_workers
-        other_s = other_shared_s = 0.0
+        other_s, other_shared_s = rows.core_s
     besides_s -= own_s + other_s + sum(trip.own_s for trip in trips)
     before_s = (every - 1) * overhead_s
     cycle_s = num_workers / sum(
@@ -334,7 +334,8 @@ def _asynchronous_cycle_s(setting: Setting, exchange: ServerExchange, every: int
     rate = costs.asynchronous_rate(
         num_workers, cycle_s=cycle_s, own_s=own_s, shared_s=shared_s, other=(other_s, other_shared_s), trips=trips
     )
-    return max(num_workers / rate, num_workers * exchange.served_s) - every * overhead_s
+    busy_s = setting.fabric.busiest(exchange.loads).busy_s  # cards let something pass at once, but no more in the end
+    return max(num_workers / rate, num_workers * exchange.served_s, busy_s) - every * overhead_s
 
 
 def _window_s(setting: Setting, slowest_s: float, staleness: float, every: int) -> float:

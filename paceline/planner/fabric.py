@@ -73,6 +73,8 @@ class Fabric:
         self._site_s = np.array([site.latency_ms * 1e-3 for site in sites] or [0.0])
         self.row_bytes_per_s = np.array([host.row_bytes_per_s for host in hosts])
         """At which each host's cores pick rows of tables out, and put them back."""
+        self.burst_bytes = np.array([host.burst_kbyte * 1e3 for host in hosts])
+        """Which each host's card lets pass at once after a silence, each way."""
         costs = cluster.communication
         num_racks = int(self.rack_of[-1]) + 1
         rack_rate = racks.bandwidth_gbit_per_s * BYTES_PER_GBIT if racks is not None else np.inf

@@ -224,7 +224,8 @@ class Way(NamedTuple):
     """What rows of all workers take one way, between workers and servers."""
 
     own_s: Floats
-    """Of each worker, alone: they keep the busiest thing busy that they pass."""
+    """Of each worker, alone: they keep the busiest thing busy that they pass. Before rows of tables it has been quiet:
+    what a card lets pass at once goes as fast as cores pack it."""
     together_s: float
     """The same, where all send at once."""
     loads: Loads
@@ -245,6 +246,11 @@ class RowExchange(NamedTuple):
     tables one after the other: what all others are sent is ahead of a further request, however small."""
     trips: tuple[costs.Trip, ...] = ()
     """Of rows of tables, what asynchronous workers meet of others' on their way to servers, and back."""
+    core_s: tuple[float, float] = (0.0, 0.0)
+    """Where hosts share cores: how long one worker's step and both ends of its requests need one, and the same over the
+    cores that there are."""
+    served_s: float = 0.0
+    """A server answers one worker's requests of a step for so long."""
 
     @property
     def own_s(self) -> Floats:
@@ -275,9 +281,11 @@ class RowExchange(NamedTuple):
 
     @property
     def in_turns_s(self) -> float:
-        """Where all wait for all: who gets rows first has pushed others before the next one does."""
+        """Where all wait for all: who gets rows first has pushed others before the next one does. Workers that stay
+        together wait for servers to answer all of them, of whom `latency_s` has one."""
+        num_others = len(self.push.own_s) - 1
         others_s = self.push.together_s - float(self.push.own_s.max())
-        return self.together_s - min(others_s, (len(self.push.own_s) - 1) * (self.turn_s or 0.0))
+        return self.together_s - min(others_s, num_others * (self.turn_s or 0.0)) + num_others * self.served_s
 
     @property
     def loads(self) -> Loads:
@@ -290,7 +298,8 @@ def _row_exchange(setting: Setting, row_staleness: int, weights: Sequence[Weight
     rows, num_servers = setting.work.rows, len(setting.places.servers)
     if rows is None and not weights:
         nobody, nothing = np.zeros(setting.num_workers), setting.fabric.nothing
-        return RowExchange(0.0, Way(nobody, 0.0, nothing), Way(nobody, 0.0, nothing), nobody, None)
+        no_way = Way(nobody, 0.0, nothing)
+        return RowExchange(0.0, no_way, no_way, nobody, None)
     heads_bytes = float(HEAD_BYTES * num_servers)
     num_requests, push_bytes, pull_bytes, turn_s = 1.0, heads_bytes, 0.0, None  # of gradients
     if rows is not None:
@@ -302,7 +311,9 @@ def _row_exchange(setting: Setting, row_staleness: int, weights: Sequence[Weight
         num_requests += 1
         push_bytes += moved_bytes(weights, 1)
         pull_bytes += moved_bytes(weights, setting.num_workers) + heads_bytes
-    push, pull = _way(setting, push_bytes, to_servers=True), _way(setting, pull_bytes, to_servers=False)
+    is_quiet = rows is not None
+    push = _way(setting, push_bytes, to_servers=True, is_quiet=is_quiet)
+    pull = _way(setting, pull_bytes, to_servers=False, is_quiet=is_quiet)
     if rows is None:
         chunk_share = min(1.0, CHUNK_BYTES * num_servers / pull_bytes)
         turn_s = chunk_share * (pull.together_s - float(pull.own_s.max())) / max(1, setting.num_workers - 1)
@@ -311,8 +322,14 @@ def _row_exchange(setting: Setting, row_staleness: int, weights: Sequence[Weight
     cluster = setting.cluster
     requests_s = num_requests * (_ways_s(setting) + cluster.communication.row_request_s + cluster.servers.row_request_s)
     handled_s = _handled_s(setting, push_bytes + pull_bytes)
-    ways = ((push, push_bytes), (pull, pull_bytes)) if rows is not None else ()
-    return RowExchange(requests_s + handled_s, push, pull, packed_s, turn_s, _trips(setting, ways))
+    if rows is None:
+        return RowExchange(requests_s + handled_s, push, pull, packed_s, turn_s)
+    trips = _trips(setting, ((push, push_bytes), (pull, pull_bytes)))
+    core_s = setting.alone_s + num_requests * cluster.communication.row_request_core_s
+    num_cores = len({cluster.core_of(host) for host in (*setting.places.workers, *setting.places.servers)})
+    cores = (core_s, core_s / num_cores) if cluster.shared_cores is not None else (0.0, 0.0)
+    served_s = num_requests * cluster.servers.row_request_s
+    return RowExchange(requests_s + handled_s, push, pull, packed_s, turn_s, trips, cores, served_s)
 
 
 def _trips(setting: Setting, ways: Sequence[tuple[Way, float]]) -> tuple[costs.Trip, ...]:
@@ -321,7 +338,7 @@ def _trips(setting: Setting, ways: Sequence[tuple[Way, float]]) -> tuple[costs.T
     way, and each takes a part of a server's link; where they are on workers' hosts, what one worker is sent meets what
     the others send."""
     fabric, num_others = setting.fabric, setting.num_workers - 1
-    if not (num_others and ways):
+    if not num_others:
         return ()
     all_s = [_flat(fabric, way.loads) for way, _ in ways]
     worker, servers = np.array(setting.places.workers[:1]), np.array(setting.places.servers)
@@ -330,17 +347,17 @@ def _trips(setting: Setting, ways: Sequence[tuple[Way, float]]) -> tuple[costs.T
         _flat(fabric, fabric.everyone_to_everyone(sources, takers, num_bytes / len(servers), is_packed=True))
         for sources, takers, num_bytes in ((worker, servers, push_bytes), (servers, worker, pull_bytes))
     ]
-    mean_s = [float(way.own_s.mean()) for way, _ in ways]
-    parts = [own / max(mean, _TINY_S) for own, mean in zip(own_s, mean_s, strict=True)]
-    others = [
-        (whole - own) / num_others / max(mean, _TINY_S) for whole, own, mean in zip(all_s, own_s, mean_s, strict=True)
-    ]
+    alone_s = [max(float(own.max()), _TINY_S) for own in own_s]
+    parts = [own / alone for own, alone in zip(own_s, alone_s, strict=True)]
+    others = [(whole - own) / num_others / alone for whole, own, alone in zip(all_s, own_s, alone_s, strict=True)]
     found = []
-    for mean, part in zip(mean_s, parts, strict=True):
+    for (way, _), part in zip(ways, parts, strict=True):
         asked = [np.where(part > 0, part + num_others * other, 0.0) for other in others]
         meets = int(np.argmax([each.max() for each in asked]))
         link = int(np.argmax(asked[meets]))
-        found.append(costs.Trip(mean, min(1.0, float(part[link])), float(others[meets][link]), meets))
+        found.append(
+            costs.Trip(float(way.own_s.mean()), min(1.0, float(part[link])), float(others[meets][link]), meets)
+        )
     return tuple(found)
 
 
@@ -358,16 +375,21 @@ def _handled_s(setting: Setting, num_bytes: float) -> float:
     return num_bytes / worker_bytes_per_s + num_bytes / len(servers) / server_bytes_per_s
 
 
-def _way(setting: Setting, num_bytes: float, *, to_servers: bool) -> Way:
-    """So many bytes of each worker, of which each server has an equal part."""
+def _way(setting: Setting, num_bytes: float, *, to_servers: bool, is_quiet: bool) -> Way:
+    """So many bytes of each worker, of which each server has an equal part, on links that have been quiet or not."""
     fabric, range_bytes = setting.fabric, num_bytes / len(setting.places.servers)
     near, far = (fabric.rates.up, fabric.rates.down)[:: 1 if to_servers else -1]
     ends = np.array(setting.places.workers), np.array(setting.places.servers)
     senders, takers = ends[:: 1 if to_servers else -1]
     loads = fabric.everyone_to_everyone(senders, takers, range_bytes, is_packed=True)
     packed_s: Floats = _remote_bytes(setting, range_bytes) / fabric.packing_bytes_per_s
-    own_s = np.maximum(_own_s(setting, near, far, range_bytes), packed_s)
-    return Way(own_s, fabric.busiest(loads).busy_s, loads)
+    own_s, together_s = np.maximum(_own_s(setting, near, far, range_bytes), packed_s), fabric.busiest(loads).busy_s
+    if is_quiet:
+        workers, servers = ends
+        burst_s = np.minimum(fabric.burst_bytes[workers] / near[workers], (fabric.burst_bytes / far)[servers].min())
+        left_s = np.where(packed_s > 0, np.maximum(own_s - burst_s, packed_s), own_s)
+        own_s, together_s = left_s, together_s - float((own_s - left_s).min())
+    return Way(own_s, together_s, loads)
 
 
 def _coded(setting: Setting, coding: Served | None) -> tuple[float, float, float]:

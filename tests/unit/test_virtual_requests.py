@@ -54,3 +54,12 @@ def test_requests_about_rows_vary_around_their_mean() -> None:
     assert statistics.pstdev(cost.duration_s for cost in drawn) == pytest.approx(1.0, rel=0.05)
     assert all(cost.core_s == pytest.approx(cost.duration_s / 2) for cost in drawn)
     assert costs.next(about_rows=False) == RequestCost(1.0, 0.5)
+
+
+def test_a_request_about_rows_is_cold_at_the_first_of_its_servers_alone() -> None:
+    costs = RequestCosts(RequestCost(1.0, 0.5), RequestCost(9.0, 4.0))
+    about_rows, plain = costs.next(about_rows=True), costs.next(about_rows=False)
+    assert costs.core_s(about_rows, [False]) == 4.0
+    assert costs.core_s(about_rows, [True, False, False]) == 0.25 + 4.0 + 0.5
+    assert costs.core_s(about_rows, [True, True]) == 2.0 + 0.25
+    assert costs.core_s(plain, [True, False]) == 0.25 + 0.5

@@ -83,7 +83,7 @@ class VirtualCarrier(Carrier):
     def _send_off(self, sends: Sequence[Send]) -> None:
         about_rows = [message for _, message in sends if message.kind in ABOUT_ROWS]
         cost = self._costs.next(about_rows=bool(about_rows))
-        core_s = sum(cost.of_core_s(is_beside=self.beside[index]) for index, _ in sends)
+        core_s = self._costs.core_s(cost, [self.beside[index] for index, _ in sends])
         self._process.compute(sum(message.tensor_bytes for message in about_rows) / self._row_bytes_per_s)
         self._process.send_off(cost.duration_s, core_s=core_s)
         self._process.post(self._send, sends)

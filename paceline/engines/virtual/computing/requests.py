@@ -1,6 +1,7 @@
 """How long a request to a server keeps the worker that sends it, or the server that answers it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import final
@@ -49,6 +50,15 @@ class RequestCosts:
             return self._about_rows
         factor = math.exp(self._random.gauss(-(self._sigma**2) / 2, self._sigma))
         return RequestCost(self._about_rows.duration_s * factor, self._about_rows.core_s * factor)
+
+    def core_s(self, cost: RequestCost, is_beside: Sequence[bool]) -> float:
+        """What a worker's request needs of a core, which goes to several servers: on its host or not.
+
+        One about rows finds its code in the caches from the second one on, and then needs what any request does.
+        """
+        first = is_beside.index(False) if False in is_beside else 0
+        costs = (cost if number == first else self._plain for number in range(len(is_beside)))
+        return sum(each.of_core_s(is_beside=beside) for each, beside in zip(costs, is_beside, strict=True))
 
 
 def of_workers(cluster: Cluster, random: Random) -> RequestCosts:

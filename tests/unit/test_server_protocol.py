@@ -88,7 +88,7 @@ class Net:
     def push(self, worker: int, value: float, **push: Any) -> None:
         for gradient in LAYOUT.views(self.buffers[worker][1]):
             gradient.fill_(value)
-        pushed = Push(pause_at=FOREVER, **push)
+        pushed = Push(**{"pause_at": FOREVER, **push})
         self.clients[worker].encode(pushed)
         self.ask(worker, self.clients[worker].exchange(pushed))
 

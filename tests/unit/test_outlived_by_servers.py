@@ -112,7 +112,7 @@ def letting_go(net: Net, dead: int) -> Generator[None, None, Done]:
     counts = what_counts(said)
     decided: Decisions = {}
     for index, server in enumerate(net.servers):
-        act(net, index, server.let_go(dead, counts, 0.0, decided=decided), dead=dead)
+        act(net, index, server.let_go(dead, counts, net.now_s, decided=decided), dead=dead)
         decided = decided or dict(server.decided)
         yield
     for way in [way for way in net.under_way if way[1] == dead]:

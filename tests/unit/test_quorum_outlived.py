@@ -19,7 +19,7 @@ from paceline.server.admission import Quorum
 from tests.unit.test_outlived_by_servers import act, letting_go, lose_some
 from tests.unit.test_server_protocol import EPOCH, FOREVER, LR, Net, gradient
 
-STEPS, MOST = 4, 6
+MOST = 6
 Turns = Generator[None, None, None]
 
 
@@ -30,27 +30,37 @@ def letting_in(net: Net, joiner: int) -> Turns:
         clocks.append(server.expect(joiner))
         yield
     for index, server in enumerate(net.servers):
-        act(net, index, server.let_in(joiner, max(clocks), 0.0))
+        act(net, index, server.let_in(joiner, max(clocks), net.now_s))
         yield
 
 
 class Campaign:
     """
     Args:
+        near: the share of servers that are on a worker's host.
         pause_every: all meet after so many rounds.
     """
 
     def __init__(
-        self, randomness: random.Random, *, workers: int, quorum: int, servers: int, near: float, pause_every: int
+        self,
+        randomness: random.Random,
+        *,
+        workers: int,
+        quorum: int,
+        grace_s: float,
+        servers: int,
+        near: float,
+        pause_every: int,
     ) -> None:
         beside = [[randomness.random() < near for _ in range(servers)] for _ in range(MOST)]
-        rules = (Quorum(Membership.first(workers), quorum=quorum) for _ in range(servers))
+        rules = (Quorum(Membership.first(workers), quorum=quorum, grace_s=grace_s) for _ in range(servers))
         self.net = Net(rules, beside, randomness=randomness, piece_bytes=64, outlives_workers=True)
         self.random, self.next = randomness, workers
         self.pause_at = self.pause_every = pause_every
         self.living, self.acting = set(range(workers)), set(range(workers))
         self.asked = dict.fromkeys(range(workers), "")
         self.waiting: set[int] = set()  # for admission, when the pause is over
+        self.wanted = [randomness.randint(0, 5) for _ in range(MOST)]  # steps
         self.steps: Counter[int] = Counter()
         self.pushed: dict[tuple[int, int], float] = {}  # by worker and clock
         self.done: dict[int, Done] = {}  # of the dead
@@ -120,7 +130,7 @@ class Campaign:
             self._wait(worker)
             return
         step = self.steps[worker]
-        if step == STEPS:
+        if step == self.wanted[worker]:
             self.asked[worker] = "leave"
             self.net.ask(worker, client.leave())
             return
@@ -133,8 +143,15 @@ class Campaign:
         net = self.net
         ways: list[tuple[bool, int, int] | None] = [way for way, queue in net.under_way.items() if queue]
         ways += [None] if self.errands else []
-        if not ways:
+        wakes_at_s = net.servers[0].wakes_at_s
+        if not ways and wakes_at_s is None:
             return False
+        if not ways or (wakes_at_s is not None and self.random.random() < 0.1):
+            assert wakes_at_s is not None
+            net.now_s = wakes_at_s
+            act(net, 0, net.servers[0].tick(net.now_s))
+            self.go_on()
+            return True
         way = self.random.choice(ways)
         if way is not None:
             message = Message.decode(net.under_way[way].popleft(), epoch=EPOCH)
@@ -161,7 +178,7 @@ class Campaign:
         assert all(each == rounds[0] for each in rounds)
         counted = Counter(worker for made in rounds[0].values() for worker, _ in made)
         assert counted == Counter(
-            {worker: STEPS for worker in self.living}
+            {worker: self.wanted[worker] for worker in self.living if self.wanted[worker]}
             | {worker: done.own for worker, done in self.done.items() if done.own}
         )
         means = [sum(self.pushed[each] for each in made) / len(made) for made in rounds[0].values()]
@@ -175,11 +192,12 @@ class Campaign:
 CHANGES = st.lists(st.tuples(st.integers(0, 90), st.sampled_from(["dies", "lives on", "joins"])), max_size=5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(
     randomness=st.integers(0, 2**32).map(random.Random),
     workers=st.integers(2, 4),
     quorum=st.integers(1, 4),
+    grace_s=st.sampled_from([0.0, 1.0]),
     servers=st.integers(1, 3),
     near=st.sampled_from([0.0, 0.5, 1.0]),
     pause_every=st.sampled_from([2, 3, FOREVER]),
@@ -189,6 +207,7 @@ def test_all_servers_make_the_same_rounds_of_whole_changes(
     randomness: random.Random,
     workers: int,
     quorum: int,
+    grace_s: float,
     servers: int,
     near: float,
     pause_every: int,
@@ -198,6 +217,7 @@ def test_all_servers_make_the_same_rounds_of_whole_changes(
         randomness,
         workers=workers,
         quorum=min(quorum, workers),
+        grace_s=grace_s,
         servers=servers,
         near=near,
         pause_every=pause_every,

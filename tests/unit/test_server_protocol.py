@@ -64,6 +64,7 @@ class Net:
         self.buffers = [[torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(2)] for _ in beside]
         self.under_way: dict[tuple[bool, int, int], deque[list[Any]]] = {}
         """To the server or from it, worker, server."""
+        self.now_s = 0.0
         self.records: list[UpdateRecord] = []
         self.errors: list[int] = []
         self.bytes: Counter[int] = Counter()
@@ -119,7 +120,7 @@ class Net:
             about = core.attach(message, gradients=gradients, parameters=parameters, is_beside=message.body["beside"])
             self._put(False, worker, server, core.message(Kind.OK, body=about))
             return
-        for action in core.receive(message, 0.0):
+        for action in core.receive(message, self.now_s):
             if isinstance(action, Send):
                 self._put(False, action.to, server, action.message)
             elif isinstance(action, Updated):

@@ -49,7 +49,7 @@ class QuorumUpdates(Strategy):
     as it is: it began from older parameters, and its staleness in the records is of so many rounds.
 
     Changes count by the samples that they were made from. What a codec leaves out of one is added to the worker's next.
-    The inner optimizer's state stays with its worker, and is lost with it where workers die; who joins begins with none.
+    The inner optimizer's state stays with its worker, and is lost with one that dies; who joins begins with none.
 
     >>> QuorumUpdates(quorum=3).traits.unit
     'round'

@@ -1,9 +1,10 @@
-"""Simulated hosts fail, are taken away and come under rounds of a quorum: what a worker has pushed counts in one round, the
-same on all servers, and what it has trained on since is trained on by others."""
+"""Simulated hosts fail, are taken away and come under rounds of a quorum: what a worker has pushed counts in one round,
+the same on all servers, and what it has trained on since is trained on by others."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,15 @@ from tests.conformance.test_virtual_servers_outlive import (
     BATCH,
     CLUSTER,
     EPOCHS,
-    FAILING,
     SAMPLES,
-    SPOT,
-    WORKERS,
+    SERVERS_HOSTS,
+    WORKERS_HOSTS,
 )
 
-EVERY = 3
+EVERY, WORKERS = 3, 4
+MANY = replace(WORKERS_HOSTS, count=7)
+FAILING = replace(CLUSTER, hosts=(replace(MANY, preemptions_per_hour=150.0, notice_s=0.0), SERVERS_HOSTS))
+SPOT = replace(CLUSTER, hosts=(replace(MANY, preemptions_per_hour=150.0, notice_s=10.0), SERVERS_HOSTS))
 Log = dict[int, list[list[int]]]
 """By worker, the samples of each batch that it has computed."""
 Pushes = dict[tuple[int, int], tuple[int, float]]
@@ -130,9 +133,7 @@ def require_counted(result: Result, log: Log, pushes: Pushes) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"quorum": 2}, {"grace_s": 0.3}], ids=str)
 @pytest.mark.parametrize("cluster", [FAILING, SPOT], ids=["failing", "with notice"])
-def test_hosts_fail_and_others_come(
-    tmp_path: Path, pushes: Pushes, cluster: Cluster, options: dict[str, Any]
-) -> None:
+def test_hosts_fail_and_others_come(tmp_path: Path, pushes: Pushes, cluster: Cluster, options: dict[str, Any]) -> None:
     """The same run twice, bit for bit."""
     log: Log = {}
     first = train(tmp_path / "first", cluster, log=log, **options)
@@ -154,7 +155,7 @@ def test_while_nobody_dies_it_is_the_static_run(tmp_path: Path, quorum: int) -> 
 
 
 def test_numbers_of_workers_that_cannot_make_a_quorum_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="may come to have 1 workers.*quorum=2 is more than 1"):
+    with pytest.raises(UsageError, match=r"may come to have 1 workers.*quorum=2 is more than 1"):
         train(tmp_path / "run", CLUSTER, at_least=1, quorum=2)
     with pytest.raises(UsageError, match="an exchange is of as many local steps"):
         paceline.run(lambda: None, strategy="async-diloco", workers=2, elastic="1:2", global_batch="keep")

@@ -1,5 +1,5 @@
-"""Workers are killed, stopped, leave and join under rounds of a quorum: all servers make the same rounds, of whole changes,
-and each sample is in one of them, an epoch."""
+"""Workers are killed, stopped, leave and join under rounds of a quorum: all servers make the same rounds, of whole
+changes, and each sample is in one of them, an epoch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,14 @@ def require_counted(out: Path, *, epochs: int = 2) -> None:
         (2, ["--fail-at", f"1:10:{BEFORE_ASKING}"], [1]),
         (1, ["--fail", "2:7:stop"], [2]),
     ],
-    ids=["in its steps", "before it tells the other", "before it pushes", "two, the first of them", "of two", "stopped"],
+    ids=[
+        "in its steps",
+        "before it tells the other",
+        "before it pushes",
+        "two, the first of them",
+        "of two",
+        "stopped",
+    ],
 )
 def test_whoever_dies_each_change_counts_whole(tmp_path: Path, ray_here: None, quorum: int, faults, gone) -> None:
     out = trained(

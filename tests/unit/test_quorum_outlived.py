@@ -1,6 +1,6 @@
 """Rounds of a quorum on several servers, while workers die, are taken for dead and live on, join and leave between any
-two messages: all shards make the same rounds, what somebody has pushed counts in one of them or, of the dead, in none, and
-nobody waits for ever."""
+two messages: all shards make the same rounds, what somebody has pushed counts in one of them or, of the dead, in none,
+and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Campaign:
 CHANGES = st.lists(st.tuples(st.integers(0, 90), st.sampled_from(["dies", "lives on", "joins"])), max_size=5)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     randomness=st.integers(0, 2**32).map(random.Random),
     workers=st.integers(2, 4),

@@ -202,8 +202,8 @@ def _write_rounds(who: str, num_rounds: list[int]) -> None:
 
 
 def _write_pushes(who: str, num_steps: list[int]) -> None:
-    """Which samples each of this worker's gradients, or changes, is of, by its clock, before any server can have it; none where it
-    is to count nothing."""
+    """Which samples each of this worker's gradients, or changes, is of, by its clock, before any server can have it;
+    none where it is to count nothing."""
     write = _writing_gradients(who)
     exchange = ServerGroup.exchange
 

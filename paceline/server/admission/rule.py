@@ -7,7 +7,6 @@ from typing import ClassVar, final
 from paceline.errors import PacelineError
 from paceline.membership import Membership
 
-
 Decisions = Mapping[int, tuple[int, ...]]
 """By clock: whose contributions formed it."""
 

@@ -237,7 +237,7 @@ class ServerCore:
     def decided(self) -> Decisions:
         """What this server has decided for others, as far as one of them may not have been told. Workers tell them,
         unless they die."""
-        return self.parts[-1].shard.rule.decided
+        return self.parts[-1].shard.rule.decided if self.parts else {}
 
     def _learn(self, decided: Decisions, now_s: float) -> Iterator[Action]:
         for index, part in self._all_parts if decided else ():

@@ -319,9 +319,9 @@ def _require_survivable(plan: Strategy, elastic: Elastic, *, workers: int) -> No
     if not traits.survives:
         raise UsageError(
             f"strategy {name_of(plan)} cannot go on without a worker that dies so far. --elastic is for all-reduce, "
-            "local updates (local-sgd, slowmo, diloco, des-loc), gossip, sgp, relay, noloco, ad-psgd, clients "
-            "(fed-avg, scaffold, fed-buff, ...), and for ps-bsp, ps-ssp and ps-asp without backup_workers, torn_reads "
-            "and combine=always, there with an aggregate that takes any number of gradients (mean, median, "
+            "local updates (local-sgd, slowmo, diloco, des-loc), async-diloco, gossip, sgp, relay, noloco, ad-psgd, "
+            "clients (fed-avg, scaffold, fed-buff, ...), and for ps-bsp, ps-ssp and ps-asp without backup_workers, "
+            "torn_reads and combine=always, there with an aggregate that takes any number of gradients (mean, median, "
             "geometric-median, centered-clipping, clip). It takes no aggregate that remembers what each one has sent"
         )
     elastic.require_each(lambda number: plan.check(num_workers=number))
@@ -342,11 +342,11 @@ def _why_not_kept(traits: Traits) -> str:
     """Why updates are not of as many samples as at the start, whoever is there; empty where they can be."""
     if traits.lock_step:
         return ""
-    if traits.outlives_workers:
+    if traits.outlives_workers and not traits.trains_apart:
         return "each gradient is an update of its own, and no global batch is ever complete"
     if traits.num_clients:
         return "a round has the samples of its clients, whoever plays them"
-    if traits.has_lanes:
+    if traits.meets_anew:
         return "each worker takes its own steps, as many as it has batches"
     return "an exchange is of as many local steps of each worker, whoever is there"
 

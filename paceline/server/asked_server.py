@@ -45,6 +45,11 @@ class AskedServer:
     answers: list[Message] = field(default_factory=list)
 
     @property
+    def waits_for_decision(self) -> bool:
+        """Whether it gets a push together with what the first server decided: beside, it takes one request."""
+        return self.follows and self.is_beside
+
+    @property
     def is_coded(self) -> bool:
         """Whether pushes to this one go through a codec."""
         return self.coded is not None and self.coded.codes(is_beside=self.is_beside)

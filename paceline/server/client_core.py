@@ -190,7 +190,7 @@ class ClientCore:
 
         def requests(index: int, server: AskedServer) -> list[Message]:
             comes_last = self._committing.is_needed and not self._committing.holds(server)
-            if comes_last or (server.is_beside and server.follows):
+            if comes_last or server.waits_for_decision:
                 return []  # it gets the push when all others have it, or with the decision
             first, *others = [request()] if push.void else server.pushed(request)
             return [_with_rows(first, *rows[index]) if rows else first, *others]
@@ -271,7 +271,8 @@ class ClientCore:
             return
         if answer.kind is Kind.HELD and self._pushed is not None:
             for each in self._committing.held(index):
-                yield self._counted(each, *self._pushed)
+                if not self._servers[each].waits_for_decision:
+                    yield self._counted(each, *self._pushed)
             return
         server.num_due -= 1
         self._num_due -= 1
@@ -415,12 +416,11 @@ class ClientCore:
         return Send(index, message)
 
     def _follow_up(self, decided: Message, push: Push, request: Request) -> Iterator[Send]:
-        """What other servers are told of the first one's decision; those beside, with the push, as they take one
-        request."""
+        """What other servers are told of the first one's decision; those beside, with the push."""
         decision = {"contributors": decided.body["contributors"], "goes_on_at": decided.clock}
         for index, server in enumerate(self._servers):
-            if server.follows and server.is_beside:
-                message = request(tensor_bytes=0 if push.void else server.pushed_bytes)
+            if server.waits_for_decision:
+                message = self._whole(server, push, request)
                 message.body = {**message.body, **decision}
                 yield self._sent(index, message)
             elif server.follows:
@@ -431,9 +431,13 @@ class ClientCore:
         server = self._servers[index]
         if self._committing.holds(server):
             return self._sent(index, self._message(Kind.COUNT, clock=self._clock))
+        return self._sent(index, self._whole(server, push, request))
+
+    def _whole(self, server: AskedServer, push: Push, request: Request) -> Message:
+        """A push to a server beside, which is to count it now."""
         message = request(tensor_bytes=0 if push.void else server.pushed_bytes)
         message.flags &= ~HOLD
-        return self._sent(index, message)
+        return message
 
     def _message(self, kind: Kind, **fields: Any) -> Message:
         return Message(kind, self._epoch, sender=self.rank, **fields)

@@ -156,9 +156,10 @@ class Replication:
     def let_go(
         self, worker: int, counts: Message | None, say: Callable[[Any], object], now_s: float
     ) -> Iterator[CopyAction]:
-        """As `ServerCore.let_go`, on every copy."""
+        """As `ServerCore.let_go`, on every copy, and say `ServerCore.decided`: rules that have copies decide for none
+        but themselves."""
         actions = list(self._core.let_go(worker, counts, now_s))
-        return self._commit([*actions, Said(say, None)], [entries.of_let_go(worker, counts)])
+        return self._commit([*actions, Said(say, self._core.decided)], [entries.of_let_go(worker, counts)])
 
     def expect(self, worker: int, say: Callable[[Any], object]) -> Iterator[CopyAction]:
         """As `ServerCore.expect`, on every copy."""

@@ -6,6 +6,7 @@ Sans-IO: whoever carries messages calls it, gives it the time, and does what it 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -29,7 +30,7 @@ from paceline.messages import (
     split_frames,
 )
 from paceline.server.actions import Action, Send
-from paceline.server.admission import ProtocolError
+from paceline.server.admission import Decisions, ProtocolError
 from paceline.server.answering import Answering, Client, with_tensors
 from paceline.server.coded_push import decode_push
 from paceline.server.part import Part, build_part, require_fitting
@@ -205,13 +206,16 @@ class ServerCore:
         reaches_memory = client is not None and client.is_beside and spec is not None and not spec.is_copied_apart
         return self._pushes.parted(worker, reaches_memory=reaches_memory)
 
-    def let_go(self, worker: int, counts: Message | None, now_s: float) -> Iterator[Action]:
+    def let_go(
+        self, worker: int, counts: Message | None, now_s: float, *, decided: Decisions = MappingProxyType({})
+    ) -> Iterator[Action]:
         """Go on without a worker, of which nothing is heard from here on, and which is told nothing. Nothing is done a
         second time.
 
         Args:
             counts: its last push that is to count, as `what_counts` says. If it does not do so here yet, its tensors
                 are those that have come, or those in the worker's memory.
+            decided: what the first server, which is told before the others, has decided by then (`decided`).
         """
         self._gone.add(worker)
         client = self._clients.get(worker)
@@ -219,13 +223,25 @@ class ServerCore:
             return
         lacks = counts is not None and self._pushes.lacks(counts)
         taking = self._count(client, counts, self._all_parts, now_s) if counts is not None and lacks else ()
+        learning = self._learn(decided, now_s)
         leaving = self._leave(client, Message(Kind.LEAVE, self.epoch, sender=worker), now_s)
-        for action in itertools.chain(taking, leaving):
+        waiting = self.tick(now_s) if self._is_timed else ()
+        for action in itertools.chain(taking, learning, leaving, waiting):
             if not (isinstance(action, Send) and action.to == worker):
                 yield action
         self._pushes.let_go(worker)
         last = self._pushes.last(worker)
         self._tables.let_go(worker, clock=None if last is None else last.clock)
+
+    @property
+    def decided(self) -> Decisions:
+        """What this server has decided for others, as far as one of them may not have been told. Workers tell them,
+        unless they die."""
+        return self.parts[-1].shard.rule.decided if self.parts else {}
+
+    def _learn(self, decided: Decisions, now_s: float) -> Iterator[Action]:
+        for index, part in self._all_parts if decided else ():
+            yield from self._answering.answer(index, part, part.shard.learn(decided), now_s)
 
     def expect(self, worker: int) -> int:
         """A worker that has attached is to take part from here on. Returns the clock that it is expected at: under bsp

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.aggregate import MEAN, Aggregator, Contribution, ContributionKind
-from paceline.server.admission import AdmissionRule, ProtocolError
+from paceline.server.admission import AdmissionRule, Decisions, ProtocolError
 from paceline.server.closing import Answer, Applied, Closed, Groups
 from paceline.server.optimizer import IMPLEMENTATION, step_of
 from paceline.server.standing import ShardStanding
@@ -189,6 +189,11 @@ class Shard:
             ProtocolError: this shard decides for itself, or the worker's last push is answered.
         """
         self._update(self.rule.follow(worker, clock, tuple(contributors)))
+        return list(self._answers())
+
+    def learn(self, decided: Decisions) -> list[Answer]:
+        """What the deciding shard has decided, which workers that are gone since may not have said here."""
+        self._update(self.rule.learn(decided))
         return list(self._answers())
 
     def tick(self, now_s: float) -> list[Answer]:

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from paceline.comm.base import Collective
+from paceline.comm.base import Collective, Store
 from paceline.errors import UsageError
+from paceline.strategies.context import Context
 
 
 def gathered(collective: Collective, place: str, said: Any = None) -> list[Any]:
@@ -21,3 +22,12 @@ def gathered(collective: Collective, place: str, said: Any = None) -> list[Any]:
                 "given all, or let each batch use all optimizers' parameters"
             )
     return [theirs for _, theirs in everyone]
+
+
+def furthest(context: Context, store: Store, iteration: int) -> int:
+    """The iteration that the servers are at, where the furthest that a worker knows of is this one: of workers that are
+    gone contributions may have counted that nobody who is there has heard of. Collective call."""
+    if context.reform is None:
+        return iteration
+    found: int = context.collective.broadcast_object(store.how_far() if context.is_first else 0)
+    return max(iteration, found)

@@ -1,6 +1,6 @@
 """Asynchronous rounds of local steps: servers step with what the first workers have changed."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, final, get_args
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from paceline.arrays import is_finite
 from paceline.codec import Codec, TensorCodec
 from paceline.comm.base import Store, Timing
+from paceline.elastic import Done
 from paceline.errors import UsageError
 from paceline.layout import by_group
 from paceline.membership import Membership
 from paceline.outer import Nesterov, Outer, mix, require_in_range, take_changes
 from paceline.server.admission import AdmissionRule, Quorum
-from paceline.server.spec import Push
+from paceline.server.spec import Push, Reply
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
 from paceline.strategies.coding import (
     CODEC_DOC,
@@ -28,6 +29,7 @@ from paceline.strategies.coding import (
     require_of_pushed_changes,
 )
 from paceline.strategies.finite import checked, step_alone
+from paceline.strategies.meeting import furthest
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.own_state import OwnState, of_replica
 from paceline.strategies.replica import Replica, require_same_parameters, spec_of
@@ -47,7 +49,7 @@ class QuorumUpdates(Strategy):
     as it is: it began from older parameters, and its staleness in the records is of so many rounds.
 
     Changes count by the samples that they were made from. What a codec leaves out of one is added to the worker's next.
-    The inner optimizer's state stays with its worker.
+    The inner optimizer's state stays with its worker, and is lost with one that dies; who joins begins with none.
 
     >>> QuorumUpdates(quorum=3).traits.unit
     'round'
@@ -93,6 +95,7 @@ class QuorumUpdates(Strategy):
             unit="round",
             tells_stop=True,
             num_servers=self.servers,
+            outlives_workers=True,
             passes_attacks=True,
             traffic=(served,),
         )
@@ -103,11 +106,11 @@ class QuorumUpdates(Strategy):
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         if context.store is None:
             raise UsageError("this world has no servers; start the script with `paceline run --strategy async-diloco`")
-        return _QuorumSynchronizer(self, context, context.store, replica)
+        return QuorumSynchronizer(self, context, context.store, replica)
 
 
 @final
-class _QuorumSynchronizer(Synchronizer):
+class QuorumSynchronizer(Synchronizer):
     def __init__(self, strategy: QuorumUpdates, context: Context, store: Store, replica: Replica) -> None:
         super().__init__(context, replica)
         self._strategy, self._store = strategy, store
@@ -129,6 +132,7 @@ class _QuorumSynchronizer(Synchronizer):
         self._pause_at = 0
         self._steps = 0
         self._weight, self._weights = 1.0, (0.0, 0)
+        self._done: Done | None = None  # of the last step
 
     def start(self) -> None:
         """Rank 0's parameters are the shared ones, also where the script has loaded them since."""
@@ -157,9 +161,22 @@ class _QuorumSynchronizer(Synchronizer):
         self._weights = (total + self._weight, count + 1)
         self._steps += 1
         self._pause_at = pause_at
-        is_over = self._weights[1] == self._strategy.every
+        self._done = None if self.context.done is None else self.context.done()
+        is_over = self._weights[1] == self._strategy.every or self._is_to_leave
         outcome = self._exchange() if is_over else StepOutcome(self.iteration)
         return outcome if applies else outcome._replace(staleness=-1)
+
+    @property
+    def owes(self) -> bool:
+        """Steps since the last exchange, or what a codec has left out."""
+        return self._weights[1] > 0 or any(bool(left.any()) for left in self._left)
+
+    def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
+        """Called by one who joins, who begins with what the servers have."""
+        return self._take(self._store.wait_for_admission(pause_at=pause_at))
+
+    def meet(self, iteration: int, *, active: Sequence[int]) -> int:
+        return furthest(self.context, self._store, iteration)
 
     def leave(self) -> None:
         """A round that the data ended in counts, too."""
@@ -187,6 +204,9 @@ class _QuorumSynchronizer(Synchronizer):
             finally:
                 mix(self._local, own, alpha=0.0)
 
+    def rejoin(self, context: Context, *, facts: Mapping[str, float | str] | None = None) -> None:
+        self.context = context
+
     def own_state(self) -> dict[str, OwnState]:
         own = {name: state for name, state in of_replica(self.replica).items() if name.startswith(_OPTIMIZER)}
         outer = {f"{_OUTER}{name}": OwnState(tensor, "same") for name, tensor in self._store.optimizer_state().items()}
@@ -208,12 +228,25 @@ class _QuorumSynchronizer(Synchronizer):
         self.context.corrupt(self._changes, self._steps)
         self._require_finite()
         self._changed.to_host()
-        push = Push(pause_at=self._pause_at, stop=self.stop_vote(), weight=total / count)
-        reply = self._store.exchange(push)
+        push = Push(
+            pause_at=self._pause_at,
+            stop=self.stop_vote(),
+            weight=total / count,
+            done=self._done,
+            is_last=self._is_to_leave,
+        )
+        return self._take(self._store.exchange(push))
+
+    def _take(self, reply: Reply) -> StepOutcome:
         self._outer.to_device()
         mix(self._local, self._shared, alpha=0.0)
         self.iteration = reply.iteration
         return StepOutcome(reply.iteration, reply.stop, max(reply.staleness), reply.admitted)
+
+    @property
+    def _is_to_leave(self) -> bool:
+        """Others go on without this worker, which gives what it has by now, and owes nothing then."""
+        return self.context.reform is not None and self.context.reform.is_asked_to_leave
 
     def _require_finite(self) -> None:
         """A change that is not finite is nothing under `skip`. Raises NonFiniteGradient under `raise`."""

@@ -22,6 +22,7 @@ from paceline.strategies.combining import Combining, Mode, obstacle_to_a_mean
 from paceline.strategies.finite import nonfinite_row
 from paceline.strategies.held_state import HeldState
 from paceline.strategies.looks import next_look
+from paceline.strategies.meeting import furthest
 from paceline.strategies.mirror import Mirror
 from paceline.strategies.own_state import OwnState
 from paceline.strategies.pass_ends import Passes
@@ -265,11 +266,7 @@ class ServerSynchronizer(Synchronizer):
                     self._refresh(looks=False)  # an evaluation may have swapped in others
 
     def meet(self, iteration: int, *, active: Sequence[int]) -> int:
-        """Of workers that are gone gradients may have counted that nobody who is there has heard of."""
-        if self.context.reform is None:
-            return iteration
-        found: int = self.context.collective.broadcast_object(self._store.how_far() if self.context.is_first else 0)
-        return max(iteration, found)
+        return furthest(self.context, self._store, iteration)
 
     def leave(self) -> None:
         """From here on the parameters are the script's, where all workers have the servers' by now: what it makes of

@@ -64,9 +64,9 @@ class Outlived:
         served = [each for each in self._run.traits.traffic or () if isinstance(each, Served)]
         if any(each.staleness != math.inf for each in served):
             raise UsageError(
-                f"{place}: with --elastic under ps-bsp and ps-ssp workers cannot wait for each other at a place of "
-                "their scripts: once one has gone or come, they reach it after other numbers of steps, for which "
-                "others wait; let @worker.evaluation judge the model, or use ps-asp"
+                f"{place}: with --elastic under ps-bsp, ps-ssp and async-diloco workers cannot wait for each other at "
+                "a place of their scripts: once one has gone or come, they reach it after other numbers of steps, for "
+                "which others wait; let @worker.evaluation judge the model, or use ps-asp"
             )
 
     def require_prepared_schedulers(self, given: dict[str, Any], optimizer: Any) -> None:

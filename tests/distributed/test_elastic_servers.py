@@ -391,5 +391,5 @@ for (batch,) in loader:
 @pytest.mark.slow
 def test_scripts_that_meet_are_refused_where_each_step_needs_all(tmp_path: Path, ray_here: None) -> None:
     (tmp_path / "meets.py").write_text(MEETS)
-    with pytest.raises(paceline.UsageError, match=r"between steps: with --elastic under ps-bsp and ps-ssp.*use ps-asp"):
+    with pytest.raises(paceline.UsageError, match=r"between steps: with --elastic under ps-bsp.*use ps-asp"):
         paceline.run(tmp_path / "meets.py", strategy="ps-bsp", workers=2, elastic="1:2", out=tmp_path / "run")

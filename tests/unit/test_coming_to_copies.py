@@ -112,7 +112,7 @@ def test_memory_that_is_open_stays_so_when_its_worker_has_died() -> None:
         gradients.close_descriptor()
     holding.reform(replace(chain, servers=(server,), epoch=EPOCH + 1))
     push = Message(Kind.EXCHANGE, EPOCH, sender=1, pause_at=FOREVER)
-    holding.let_go(1, push, lambda _: None)
+    holding.let_go(1, push, {}, lambda _: None)
     (parameters,) = (part.shard.parameters for part in holding.core.parts)
     assert parameters[0].tolist() == [-3.0] * 32
     holding.close()

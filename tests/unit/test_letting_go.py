@@ -37,7 +37,7 @@ class Future:
 
 
 def actor() -> Any:
-    parting, going = (SimpleNamespace(remote=lambda *_, said=said: Future(said)) for said in (NOTHING, None))
+    parting, going = (SimpleNamespace(remote=lambda *_, said=said: Future(said)) for said in (NOTHING, {}))
     return SimpleNamespace(part_with=parting, let_go=going)
 
 

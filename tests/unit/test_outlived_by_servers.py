@@ -18,6 +18,7 @@ from paceline.membership import Membership
 from paceline.messages import Message
 from paceline.server import client_core, server_core
 from paceline.server.actions import Action, Send, Updated
+from paceline.server.admission import Decisions
 from paceline.server.tables.client_core import TableClient
 from paceline.server.tables.dividing import joined
 from paceline.server.tables.spec import RowGradients
@@ -109,8 +110,10 @@ def letting_go(net: Net, dead: int) -> Generator[None, None, Done]:
         said.append(server.part_with(dead))
         yield
     counts = what_counts(said)
+    decided: Decisions = {}
     for index, server in enumerate(net.servers):
-        act(net, index, server.let_go(dead, counts, 0.0), dead=dead)
+        act(net, index, server.let_go(dead, counts, net.now_s, decided=decided), dead=dead)
+        decided = decided or dict(server.decided)
         yield
     for way in [way for way in net.under_way if way[1] == dead]:
         del net.under_way[way]

@@ -71,6 +71,75 @@ def test_a_round_does_not_wait_for_workers_at_a_place() -> None:
         rule.step_aside(2)
 
 
+def test_what_the_dead_have_given_waits_for_somebody_who_tells_the_others() -> None:
+    rule = rule_of(4, 2)
+    rule.push(0, 0)
+    assert rule.leave(0) == ()
+    rule.step_aside(1)
+    assert rule.leave(2) == ()
+    assert rule.step_aside(3) == ()
+    rule.come_back(3)
+    assert rule.push(3, 0) == (0, 3)
+    rule.come_back(1)
+    rule.push(3, 1)
+    assert rule.leave(3) == ()
+    assert rule.leave(1) == (3,), "nobody is left to tell, and all shards do so"
+
+
+def test_grace_of_a_round_that_only_the_dead_have_given_to_does_not_begin() -> None:
+    rule = rule_of(3, 1, grace_s=0.5)
+    rule.push(0, 0)
+    rule.tick(1.0)
+    rule.leave(0)
+    assert rule.tick(2.0) == ()
+    rule.push(1, 0)
+    assert rule.tick(3.0) == ()
+    assert rule.tick(3.5) == (0, 1)
+
+
+def test_decisions_are_kept_until_all_shards_are_known_to_have_them() -> None:
+    rule = rule_of(3, 1)
+    follower = rule.for_another_shard()
+    for clock in range(2):
+        rule.push(0, clock)
+    assert rule.decided == {1: (0,)}
+    rule.push(1, 0)
+    assert rule.decided == {1: (0,), 2: (1,)}, "worker 1 is answered for clock 0 alone"
+    for clock in range(2):
+        assert follower.push(0, clock) == ()
+        assert follower.follow(0, clock + 1, (0,)) == (0,)
+    assert follower.learn(rule.decided) == ()
+    assert follower.push(1, 0) == (1,)
+    assert follower.learn(rule.decided) == (), "nothing is done a second time"
+
+
+def test_who_joins_pushes_for_the_clock_at_which_all_shards_expect_it() -> None:
+    rule = rule_of(2, 1)
+    follower = rule.for_another_shard()
+    rule.push(0, 0)
+    for each in (rule, follower):
+        each.join(2)
+    clock = max(rule.clock_of(2), follower.clock_of(2))
+    assert clock == 1
+    for each in (rule, follower):
+        assert each.begin_with(2, clock) == ()
+    rule.push(1, 0)
+    assert rule.is_admitted(2)
+    assert rule.clock_of(2) == 1
+    assert not follower.is_admitted(2)
+    assert follower.push(0, 0) == ()
+    assert follower.learn(rule.decided) == (0,)
+    assert follower.is_admitted(2)
+    assert rule.push(2, 1) == (2,)
+    assert rule.clock_of(2) == 3
+    assert follower.push(2, 1) == ()
+    assert follower.follow(2, 3, (2,)) == ()
+    assert follower.push(1, 0) == (1,)
+    assert follower.due() == (2,)
+    with pytest.raises(ProtocolError, match="takes part already"):
+        rule.join(2)
+
+
 def test_grace_begins_with_the_quorum_and_ends_by_the_clock_or_with_all() -> None:
     rule = rule_of(3, 2, grace_s=0.5)
     rule.push(0, 0)

@@ -64,6 +64,7 @@ class Net:
         self.buffers = [[torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(2)] for _ in beside]
         self.under_way: dict[tuple[bool, int, int], deque[list[Any]]] = {}
         """To the server or from it, worker, server."""
+        self.now_s = 0.0
         self.records: list[UpdateRecord] = []
         self.errors: list[int] = []
         self.bytes: Counter[int] = Counter()
@@ -88,7 +89,7 @@ class Net:
     def push(self, worker: int, value: float, **push: Any) -> None:
         for gradient in LAYOUT.views(self.buffers[worker][1]):
             gradient.fill_(value)
-        pushed = Push(pause_at=FOREVER, **push)
+        pushed = Push(**{"pause_at": FOREVER, **push})
         self.clients[worker].encode(pushed)
         self.ask(worker, self.clients[worker].exchange(pushed))
 
@@ -119,7 +120,7 @@ class Net:
             about = core.attach(message, gradients=gradients, parameters=parameters, is_beside=message.body["beside"])
             self._put(False, worker, server, core.message(Kind.OK, body=about))
             return
-        for action in core.receive(message, 0.0):
+        for action in core.receive(message, self.now_s):
             if isinstance(action, Send):
                 self._put(False, action.to, server, action.message)
             elif isinstance(action, Updated):

@@ -18,6 +18,7 @@ from paceline.errors import PacelineError, PeerLost
 from paceline.messages import Kind, Message, Raw, WireError
 from paceline.records import Reporter, UpdateRecord
 from paceline.server.actions import Send, Updated
+from paceline.server.admission import Decisions
 from paceline.server.chains import Chain
 from paceline.server.closing import Applied
 from paceline.server.replication import Copied, CopyAction, HandedOver, Replication, Said, ToServer
@@ -196,13 +197,14 @@ class Holding:
         else:
             self._have_copies(lambda copy: copy.part_with(worker, say))
 
-    def let_go(self, worker: int, counts: Message | None, say: Say) -> None:
-        """As `ServerCore.let_go`. The worker's memory stays, since what it has given may be read yet."""
+    def let_go(self, worker: int, counts: Message | None, decided: Decisions, say: Say) -> None:
+        """As `ServerCore.let_go`; says `ServerCore.decided`. The worker's memory stays, since what it has given may be
+        read yet."""
         self._take_back()
         now_s = time.perf_counter()
         if self._replication is None:
-            self._do(self.core.let_go(worker, counts, now_s))
-            say(None)
+            self._do(self.core.let_go(worker, counts, now_s, decided=decided))
+            say(dict(self.core.decided))
         else:
             self._have_copies(lambda copy: copy.let_go(worker, counts, say, now_s))
 

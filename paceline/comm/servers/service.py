@@ -16,6 +16,7 @@ from paceline.comm.wire import Keys, Listener
 from paceline.errors import PeerLost
 from paceline.messages import Message
 from paceline.records import NullReporter, Reporter
+from paceline.server.admission import Decisions
 from paceline.server.chains import Chain
 from paceline.server.replication import Copied, HandedOver
 from paceline.server.spec import ServerSpec
@@ -167,9 +168,12 @@ class ParameterService:
         parted: Parted = self._sent_on_errand(lambda say: self._holding_of(key_range).part_with(worker, say))
         return parted
 
-    def let_go(self, key_range: int, worker: int, counts: Message | None) -> None:
-        """As `ServerCore.let_go`; called from another thread."""
-        self._sent_on_errand(lambda say: self._holding_of(key_range).let_go(worker, counts, say))
+    def let_go(self, key_range: int, worker: int, counts: Message | None, decided: Decisions) -> Decisions:
+        """As `ServerCore.let_go`; called from another thread. Returns `ServerCore.decided` after it."""
+        mine: Decisions = self._sent_on_errand(
+            lambda say: self._holding_of(key_range).let_go(worker, counts, decided, say)
+        )
+        return mine
 
     def expect(self, key_range: int, worker: int) -> int:
         """Has this server's loop call `ServerCore.expect`. May be called from another thread."""

@@ -2,7 +2,8 @@
 what it has not done of its data. Who joins does what others have not begun."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import ray
@@ -14,6 +15,8 @@ from paceline.engines.ray.lane_desk import LaneDesk
 from paceline.engines.ray.members import Members
 from paceline.engines.ray.takeover import Takeover
 from paceline.errors import RunFailed
+from paceline.messages import Message
+from paceline.server.admission import Decisions
 from paceline.server.whole_pushes import what_counts
 
 _ANSWER_S = 20.0
@@ -52,13 +55,17 @@ class LettingGo:
 
     def let_go(self, rank: int) -> None:
         """This worker is gone. Its last gradient counts on all servers, or on none. What it has done is known before
-        servers go on, and so before anybody asks what is left."""
+        servers go on, and so before anybody asks what is left. The first server, which may decide for the others, goes
+        on before them: they hear of its decisions here, of which the worker may have told some of them."""
         if self._takeover is not None:
             self._takeover.part_with(f"worker-{rank}")
         counts = what_counts(self._ask(lambda server, key_range: server.part_with.remote(key_range, rank)))
         done = Done(*counts.body["done"]) if counts is not None else Done()
         self._desk.gone(rank, done)
-        self._ask(lambda server, key_range: server.let_go.remote(key_range, rank, counts))
+        decided: Decisions = {}
+        for ranges in (range(1), range(1, self._num_ranges)):
+            said = self._ask(partial(_letting_go, rank=rank, counts=counts, decided=decided), ranges)
+            decided = next(iter(said), {})
 
     def let_in(self, rank: int) -> None:
         """This worker takes part from here on. A server that expects it makes no further bsp update without it, so that
@@ -68,15 +75,17 @@ class LettingGo:
         self._desk.book.come(rank)
         self._controller.event("let_in", f"worker-{rank}", clock=clock)
 
-    def _ask(self, ask: Callable[[Any, int], Any]) -> list[Any]:
-        """What is said of each key range by whoever serves it, also where that is another one than was asked first."""
+    def _ask(self, ask: Callable[[Any, int], Any], ranges: Sequence[int] | None = None) -> list[Any]:
+        """What is said of each key range, or of these, by whoever serves it, also where that is another one than was
+        asked first."""
+        ranges = range(self._num_ranges) if ranges is None else ranges
         said: dict[int, Any] = {}
         asked: dict[int, tuple[str, Any]] = {}
         until_s = time.monotonic() + self._answer_s
         if self._takeover is not None:
             self._takeover.call_off()
-        while len(said) < self._num_ranges:
-            for key_range in range(self._num_ranges):
+        while len(said) < len(ranges):
+            for key_range in ranges:
                 server = self._server_of(key_range)
                 is_asked = key_range in asked and asked[key_range][0] == server
                 if server is not None and server in self._members.actors and key_range not in said and not is_asked:
@@ -99,3 +108,7 @@ class LettingGo:
 
     def _server_of(self, key_range: int) -> str | None:
         return f"server-{key_range}" if self._takeover is None else self._takeover.head_of(key_range)
+
+
+def _letting_go(server: Any, key_range: int, *, rank: int, counts: Message | None, decided: Decisions) -> Any:
+    return server.let_go.remote(key_range, rank, counts, decided)

@@ -18,6 +18,7 @@ from paceline.engines.ray.world_spec import ServerInfo, WorldSpec
 from paceline.engines.scripting import Outcome, outcome_of
 from paceline.layout import Layout
 from paceline.messages import Kind, Message
+from paceline.server.admission import Decisions
 from paceline.server.chains import Chain, to_body
 from paceline.server.ranges import KeyRange
 from paceline.server.replication import Copied, HandedOver
@@ -83,9 +84,9 @@ class ServerActor:
         """As `ParameterService.part_with`."""
         return self._built.part_with(key_range, worker)
 
-    def let_go(self, key_range: int, worker: int, counts: Message | None) -> None:
+    def let_go(self, key_range: int, worker: int, counts: Message | None, decided: Decisions) -> Decisions:
         """As `ParameterService.let_go`."""
-        self._built.let_go(key_range, worker, counts)
+        return self._built.let_go(key_range, worker, counts, decided)
 
     def expect(self, key_range: int, worker: int) -> int:
         """As `ParameterService.expect`."""

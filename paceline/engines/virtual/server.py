@@ -16,6 +16,7 @@ from paceline.engines.virtual.network.links import Network
 from paceline.messages import ABOUT_ROWS, ALL_SHARDS, Kind, Message
 from paceline.records import Reporter
 from paceline.server.actions import Action, Send, Updated
+from paceline.server.admission import Decisions
 from paceline.server.server_core import ServerCore
 from paceline.server.spec import ServerSpec
 
@@ -73,9 +74,9 @@ class VirtualServer:
             self._cores.append(ServerCore(index=self.core.index, epoch=EPOCH))
         self._cores[spec.number].configure(spec)
 
-    def let_go(self, worker: int, counts: Message | None) -> None:
+    def let_go(self, worker: int, counts: Message | None, decided: Decisions) -> None:
         """As `ServerCore.let_go`, of the run's one optimizer."""
-        self._do(0, partial(self.core.let_go, worker, counts, self._timeline.now_s))
+        self._do(0, partial(self.core.let_go, worker, counts, self._timeline.now_s, decided=decided))
 
     def let_in(self, worker: int, clock: int) -> None:
         """As `ServerCore.let_in`."""

@@ -34,6 +34,7 @@ from paceline.strategies.gossip.links import Links
 from paceline.strategies.gossip.pairing import Pairing
 from paceline.strategies.outer_model import OuterModel
 from paceline.strategies.overlap import Overlap
+from paceline.strategies.quorum import QuorumSynchronizer
 from paceline.strategies.repeating import Repeating
 from paceline.strategies.serving import ServerSynchronizer
 from paceline.strategies.traits import Traits
@@ -84,6 +85,7 @@ UNDER_SERVERS = Places(
         "is between steps": (Batches, "_on_return"),
         "is in a pause": (Pauses, "meet"),
         "has its gradients": (ServerSynchronizer, "step"),
+        "has its change": (QuorumSynchronizer, "_exchange"),
         "pushes": (ServerGroup, "exchange"),
         "makes an update": (SelfService, "_update"),
         "has made one": (SelfService, "_receive"),
@@ -91,6 +93,7 @@ UNDER_SERVERS = Places(
         "asks a server": (WorkerLine, "send"),
         "waits for servers": (SocketCarrier, "_receive_some"),
         "has the parameters": (ServerSynchronizer, "_take"),
+        "has what servers have": (QuorumSynchronizer, "_take"),
         "asks for what others have left": (Reforming, "next_left_over"),
     },
     after_a_death={"has stopped": (Reforming, "_told")},
@@ -199,8 +202,8 @@ def _write_rounds(who: str, num_rounds: list[int]) -> None:
 
 
 def _write_pushes(who: str, num_steps: list[int]) -> None:
-    """Which samples each of this worker's gradients is of, by its clock, before any server can have it; none where it
-    is to count nothing."""
+    """Which samples each of this worker's gradients, or changes, is of, by its clock, before any server can have it;
+    none where it is to count nothing."""
     write = _writing_gradients(who)
     exchange = ServerGroup.exchange
 
@@ -210,7 +213,8 @@ def _write_pushes(who: str, num_steps: list[int]) -> None:
         return exchange(group, push)
 
     _replace(ServerGroup, "exchange", written)
-    _count_steps(ServerSynchronizer, num_steps)
+    for owner in (ServerSynchronizer, QuorumSynchronizer):
+        _count_steps(owner, num_steps)
 
 
 def _write_steps(who: str, num_steps: list[int]) -> None:

@@ -12,7 +12,7 @@ quorum, the order of arrival decides, and links differ: one shard decides, and t
 from paceline.server.admission.bulk_synchronous import BulkSynchronous
 from paceline.server.admission.following import Following
 from paceline.server.admission.quorum import Quorum
-from paceline.server.admission.rule import AdmissionRule, ProtocolError
+from paceline.server.admission.rule import AdmissionRule, Decisions, ProtocolError
 from paceline.server.admission.stale_synchronous import StaleSynchronous
 
-__all__ = ["AdmissionRule", "BulkSynchronous", "Following", "ProtocolError", "Quorum", "StaleSynchronous"]
+__all__ = ["AdmissionRule", "BulkSynchronous", "Decisions", "Following", "ProtocolError", "Quorum", "StaleSynchronous"]

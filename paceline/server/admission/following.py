@@ -4,7 +4,7 @@ import math
 from typing import final
 
 from paceline.membership import Membership
-from paceline.server.admission.rule import AdmissionRule, ProtocolError
+from paceline.server.admission.rule import AdmissionRule, Decisions, ProtocolError
 
 
 @final
@@ -14,10 +14,12 @@ class Following(AdmissionRule):
     A worker pushes to all shards. Once the deciding one has let it go on at some clock, the worker tells the others
     (`follow`), which let it go on when they have come to that clock, too. So a gradient that counts was computed from
     parameters that are everywhere those of its clock. Any one contributor's word is enough to decide a clock here.
+    Where workers die, what the deciding shard has decided comes another way, too (`learn`).
 
     Args:
         takes_late: a contribution that came too late for its clock counts in a later one, rather than not at all.
-            Clocks may then be decided while contributions to an earlier one are still on their way here.
+            Clocks may then be decided while contributions to an earlier one are still on their way here. When nobody is
+            left, what nothing is decided of forms one.
     """
 
     follows = True
@@ -28,6 +30,7 @@ class Following(AdmissionRule):
         self._clock = 0
         self._decided: dict[int, tuple[int, ...]] = {}
         """By clock: who formed it."""
+        self._known = set(members.ranks)
         self._pushed: set[int] = set()
         self._goes_on_at: dict[int, float] = {}
         self._pushed_at: dict[int, int] = {}
@@ -51,14 +54,17 @@ class Following(AdmissionRule):
         if self._goes_on_at.get(worker) != math.inf:
             raise ProtocolError(f"worker {worker} goes on at clock {clock} without a push here")
         is_clock = type(clock) is int and clock >= self._pushed_at[worker]
-        are_workers = all(type(each) is int and each in self.members.ranks for each in contributors)
+        are_workers = all(type(each) is int and each in self._known for each in contributors)
         if not is_clock or not are_workers or len(set(contributors)) < len(contributors):
             raise ProtocolError(f"worker {worker} cannot go on at clock {clock!r} after gradients of {contributors!r}")
         self._goes_on_at[worker] = clock
         if clock == self._pushed_at[worker]:  # there, what it pushed counts for nothing
             self._pushed.discard(worker)
-        if contributors and clock > self._clock:
-            self._decided[clock - 1] = contributors
+        return self.learn({clock - 1: contributors})
+
+    def learn(self, decided: Decisions) -> tuple[int, ...]:
+        new = {clock: senders for clock, senders in decided.items() if senders and clock >= self._clock}
+        self._decided.update(new)
         return self.due()
 
     def is_held(self, sender: int) -> bool:
@@ -70,9 +76,22 @@ class Following(AdmissionRule):
     def clock_of(self, worker: int) -> int:
         return self._clock
 
+    def join(self, worker: int) -> None:
+        self.add(worker)
+        self._known.add(worker)
+
+    def begin_with(self, worker: int, clock: int) -> tuple[int, ...]:
+        self._goes_on_at[worker] = clock
+        return ()
+
     def leave(self, worker: int) -> tuple[int, ...]:
         self.active.discard(worker)
-        return ()
+        if self.active or not self._takes_late or not self._pushed:
+            return ()
+        contributors = tuple(sorted(self._pushed))
+        self._pushed.clear()
+        self._clock += 1
+        return contributors
 
     def due(self) -> tuple[int, ...]:
         contributors = self._decided.get(self._clock, ())

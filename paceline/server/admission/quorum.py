@@ -5,7 +5,7 @@ from typing import final
 
 from paceline.membership import Membership
 from paceline.server.admission.following import Following
-from paceline.server.admission.rule import AdmissionRule, ProtocolError
+from paceline.server.admission.rule import AdmissionRule, Decisions, ProtocolError
 
 
 @final
@@ -18,6 +18,9 @@ class Quorum(AdmissionRule):
     contribution is held.
 
     A worker that waits for the others at a place of their scripts is not one that a round waits for.
+
+    What somebody has contributed who is gone since waits for somebody who is there: who has contributed to a round
+    tells other shards of it. When nobody is left, what waits is a round, here and on all other shards.
 
     Args:
         quorum: contributions that a round needs; all, where fewer workers are left.
@@ -37,6 +40,8 @@ class Quorum(AdmissionRule):
         self._meets_at: float = math.inf
         self._held: set[int] = set()
         self._aside: set[int] = set()
+        self._begins: dict[int, int] = {}  # by worker that has joined, until it pushes: its first clock
+        self._decided: dict[int, tuple[int, ...]] = {}
 
     def for_another_shard(self) -> AdmissionRule:
         return Following(self.members, takes_late=True)
@@ -48,6 +53,9 @@ class Quorum(AdmissionRule):
         self.require_active(sender)
         if clock > self._clock or sender in self._held:
             raise ProtocolError(f"worker {sender} pushed for clock {clock} while clock {self._clock} is open")
+        # All shards have answered what it pushed before, and so have come to this clock.
+        self._decided = {before: senders for before, senders in self._decided.items() if before >= clock}
+        self._begins.pop(sender, None)
         self._held.add(sender)
         return self._close() if self._is_full(waits=self.is_timed) else ()
 
@@ -67,10 +75,23 @@ class Quorum(AdmissionRule):
         return worker not in self._held
 
     def clock_of(self, worker: int) -> int:
-        return self._clock
+        return self._begins.get(worker, self._clock)
+
+    @property
+    def decided(self) -> Decisions:
+        return self._decided
+
+    def join(self, worker: int) -> None:
+        self.add(worker)
+
+    def begin_with(self, worker: int, clock: int) -> tuple[int, ...]:
+        self._begins[worker] = clock
+        return ()
 
     def leave(self, worker: int) -> tuple[int, ...]:
         self.active.discard(worker)
+        self._aside.discard(worker)
+        self._begins.pop(worker, None)
         return self._close() if self._is_full(waits=self.is_timed) else ()
 
     def step_aside(self, worker: int) -> tuple[int, ...]:
@@ -84,14 +105,17 @@ class Quorum(AdmissionRule):
 
     def _is_full(self, *, waits: bool) -> bool:
         """Whether a round can be made; `waits`: of everybody's contributions alone."""
+        if self._held.isdisjoint(self.active) and self.active:
+            return False
         awaited = self.active - self._aside
-        # A worker that left after its push still counts: its contribution is here.
+        # A worker that is gone since its push still counts: its contribution is here.
         if waits or self._clock + 1 >= self._meets_at:
             return bool(self._held) and self._held >= awaited
         return len(self._held) >= max(1, min(self._quorum, len(awaited | self._held)))
 
     def _close(self) -> tuple[int, ...]:
         contributors = self.contributors = tuple(sorted(self._held))
+        self._decided[self._clock] = contributors
         self._held.clear()
         self._clock += 1
         self.wakes_at_s = None

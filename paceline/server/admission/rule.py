@@ -7,6 +7,9 @@ from typing import ClassVar, final
 from paceline.errors import PacelineError
 from paceline.membership import Membership
 
+Decisions = Mapping[int, tuple[int, ...]]
+"""By clock: whose contributions formed it."""
+
 
 class ProtocolError(PacelineError):
     """A worker said something that its clock does not allow."""
@@ -104,6 +107,16 @@ class AdmissionRule(ABC):
                 nobody can have decided so.
         """
         raise ProtocolError(f"worker {worker} brings a decision to a shard that decides for itself")
+
+    @property
+    def decided(self) -> Decisions:
+        """What this rule has decided for other shards, as far as one of these may not have been told."""
+        return {}
+
+    def learn(self, decided: Decisions) -> tuple[int, ...]:
+        """The deciding shard has decided so; whoever was to say it here may be gone. Returns the senders whose
+        contributions now form one update, if any do."""
+        return ()
 
     @abstractmethod
     def is_held(self, sender: int) -> bool:

@@ -28,8 +28,10 @@ class Outliving:
         done = Done(*counts.body["done"]) if counts is not None else Done()
         self.book.gone(rank, done)
         self._event("let_go", f"worker-{rank}", **done._asdict())
-        for server in self._servers:
-            server.let_go(rank, counts)
+        first, *others = self._servers
+        first.let_go(rank, counts, {})
+        for server in others:
+            server.let_go(rank, counts, first.core.decided)
 
     def let_in(self, rank: int) -> None:
         """This worker takes part from here on."""

@@ -2,7 +2,8 @@
 
 Forms take turns within a round, so that a busy machine slows all of them alike; shown are medians over rounds and their
 ratios to those of one tensor: the time of the slowest rank, and what the busiest rank takes of a core, which what else
-runs on the machine hardly changes.
+runs on the machine hardly changes. Calls of functions that do nothing show what Python itself takes of a thousand, and
+plain backward what is the script's own where backward is timed.
 
     python benchmarks/horovod_fusion.py --workers 2
     python benchmarks/horovod_fusion.py --workers 2 --profile   # where rank 0's time goes, with one operation a tensor
@@ -27,13 +28,16 @@ from rich.table import Table
 import paceline.horovod.torch as hvd
 
 NUM_TENSORS, NUM_FLOATS = 1000, 256
-ONE, EACH, NEW, GROUP, OPTIMIZER, FRESH = (
+ONE, NOTHING, EACH, NEW, GROUP, OPTIMIZER, FRESH, PLAIN, BACKWARD = (
     "one tensor of 1 MB",
+    "1,000 calls that do nothing, and as many waits",
     "1,000 operations in place",
     "1,000 operations with new results",
     "one group of 1,000",
     "an optimizer of 1,000 parameters",
     "the same, after `zero_grad()` has set all to none",
+    "plain backward of 1,000 parameters, after that",
+    "the same with the optimizer's hooks, and its reduction",
 )
 
 
@@ -104,18 +108,53 @@ def make_forms() -> dict[str, Form]:
         for handle in handles:
             hvd.synchronize(handle)
 
+    def nothing() -> None:
+        handles = [_ask_nothing(part, name=name) for part, name in zip(parts, names, strict=True)]
+        for handle in handles:
+            _wait_for_nothing(handle)
+
+    plain = [torch.nn.Parameter(torch.ones(NUM_FLOATS)) for _ in range(NUM_TENSORS)]
+
+    def forget_plain() -> None:
+        for parameter in plain:
+            parameter.grad = None
+
+    def backward() -> None:
+        torch.cat(tuple(parameters)).sum().backward()
+        optimizer.synchronize()
+
     def put_gradients() -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 
     return {
         ONE: Form(lambda: hvd.synchronize(hvd.allreduce_async_(whole, name="whole"))),
+        NOTHING: Form(nothing),
         EACH: Form(each),
         NEW: Form(new),
         GROUP: Form(lambda: hvd.synchronize(hvd.grouped_allreduce_async_(parts, name="group"))),
         OPTIMIZER: Form(lambda: optimizer.synchronize()),
         FRESH: Form(lambda: optimizer.synchronize(), prepare=put_gradients),
+        PLAIN: Form(lambda: torch.cat(tuple(plain)).sum().backward(), prepare=forget_plain),
+        BACKWARD: Form(backward, prepare=lambda: optimizer.zero_grad()),
     }
+
+
+def _ask_nothing(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+) -> object:
+    """What `allreduce_async_` would cost if it did nothing but return a handle."""
+    return object()
+
+
+def _wait_for_nothing(handle: object) -> None:
+    return None
 
 
 def profile(form: Callable[[], None], *, num_rounds: int) -> None:

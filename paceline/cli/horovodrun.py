@@ -194,7 +194,7 @@ def _run(
     program = _program(command, script, alias=alias)
     name, arguments = script or (command[0], command[1:])
     recorded = LaunchedRun(str(name), arguments, strategy=Horovod(), num_workers=num_proc)
-    job = Job(program, variables, start_within_s, elastic.is_asked_for, recorded.keep)
+    job = Job(program, variables, start_within_s, elastic.is_asked_for, recorded.keep, recorded.note)
     with recorded:
         if elastic.is_asked_for:
             ElasticLaunch(job, ssh=Ssh(*ssh), **settings).run()

@@ -83,10 +83,13 @@ class Channel:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._driving = threading.Lock()
+        # Whoever asks adds to these three without a lock, whose taking would cost half as much as all else that asking
+        # does here; only who drives takes from them. Python does each single change of a list or dictionary whole.
         self._asked: dict[str, Operation] = {}  # under way, by name
         self._new: list[Operation] = []  # that the others have not heard of
-        self._new_bytes = 0
-        self._is_idle = False  # the channel's thread sleeps until something is asked for
+        self._new_bytes = 0  # roughly, if several threads ask
+        self._is_idle = True  # the channel's thread sleeps until something is asked for
+        self._awaking = threading.Condition(self._lock)  # it alone waits for this
         self._is_urgent = threading.Event()  # it is not to wait for quiet
         self._has_joined = False
         self._last_joined: int | None = None
@@ -94,6 +97,7 @@ class Channel:
         self._warned_s = time.monotonic()
         self._failure: Exception | None = None
         self._is_closed = False
+        self._is_ended = False  # closed or failed: nothing can be asked for any more
         self._thread: threading.Thread | None = None
 
     def submit(self, operation: Operation) -> None:
@@ -104,28 +108,22 @@ class Channel:
             HorovodInternalError: an earlier one has ended the channel.
         """
         request = operation.request
-        name = request.name
-        with self._lock:
-            if self._is_closed or self._failure is not None:
-                raise self._refusal()
-            if name in self._asked:
-                raise ValueError(
-                    f"{name!r} is under way on this rank already; wait for it, or give this operation another name"
-                )
-            operation.asked_s, before_bytes = time.monotonic(), self._new_bytes
-            self._asked[name] = operation
-            self._new.append(operation)
-            self._new_bytes += request.num_bytes
-            if self._timeline.is_on:
-                self._timeline.asked(request)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"paceline {self._name}", daemon=True)
-                self._thread.start()
-            elif self._is_idle:
-                self._is_idle = False
-                self._changed.notify_all()
-            if before_bytes < self._pace.enough_bytes <= self._new_bytes:
-                self._is_urgent.set()
+        if self._asked.setdefault(request.name, operation) is not operation:
+            raise ValueError(
+                f"{request.name!r} is under way on this rank already; wait for it, or give this operation another name"
+            )
+        if self._is_ended:  # what was asked for before that is ended by who ends the channel
+            self._asked.pop(request.name, None)
+            raise self._refusal()
+        if self._timeline.is_on:
+            self._timeline.asked(request)
+        self._new.append(operation)
+        before_bytes = self._new_bytes
+        self._new_bytes = now_bytes = before_bytes + request.num_bytes
+        if self._is_idle:
+            self._awake()
+        if before_bytes < self._pace.enough_bytes <= now_bytes:
+            self._is_urgent.set()
 
     def room_of(self, request: Request) -> Room | None:
         """Where the request's tensors were reduced before; none if they were not, or elsewhere."""
@@ -167,8 +165,9 @@ class Channel:
         with self._lock:
             if self._is_closed:
                 return
-            self._is_closed = True
+            self._is_closed = self._is_ended = True
             self._is_urgent.set()
+            self._awaking.notify()
             self._changed.notify_all()
         if is_collective and self._failure is None and self._driving.acquire(timeout=_LEAVE_WITHIN_S):
             try:
@@ -213,7 +212,7 @@ class Channel:
         """What the channel's thread does: drive operations that nobody waits for."""
         while self._wait_for_quiet():
             with self._at_the_wheel(is_patient=False) as drives:
-                if drives and self._asked and self._failure is None and not self._is_closed:
+                if drives and self._asked and not self._is_ended:
                     self._round()
             if not drives:  # whoever drives is waiting himself
                 with self._lock:
@@ -224,9 +223,8 @@ class Channel:
         """Return once something is asked for, and nothing more for a cycle, or much; false at the channel's end."""
         with self._lock:
             self._is_idle = True
-            self._changed.wait_for(lambda: self._is_ended or bool(self._asked))
+            self._awaking.wait_for(lambda: self._is_ended or bool(self._asked))
             self._is_idle = False
-        # The lock is not held here, nor taken at every look: whoever asks would wait for this thread to get its turn.
         patience_s, count = self._pace.look_s, -1
         for _ in range(_MOST_LOOKS):
             if self._is_ended or count == len(self._new):
@@ -238,17 +236,20 @@ class Channel:
         self._is_urgent.clear()
         return not self._is_ended
 
-    @property
-    def _is_ended(self) -> bool:
-        return self._is_closed or self._failure is not None
+    def _awake(self) -> None:
+        """Have the channel's thread look, which begins with the first operation."""
+        with self._lock:
+            self._is_idle = False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=f"paceline {self._name}", daemon=True)
+                self._thread.start()
+            else:
+                self._awaking.notify()
 
     def _round(self) -> None:
         """Say what is new, hear the others, and do what is due on all ranks."""
         try:
-            with self._lock:
-                new, self._new, self._new_bytes = self._new, [], 0
-                has_joined = self._has_joined
-            mine = self._negotiator.news([operation.request for operation in new], has_joined=has_joined)
+            mine = self._negotiator.news(self._take_new(), has_joined=self._has_joined)
             self._timeline.cycle()
             said = self.collective.all_gather_object(mine.as_plain())
             everyone = [News.from_plain(each) for each in said]
@@ -267,9 +268,16 @@ class Channel:
         except Exception as error:
             self._fail(error)
 
+    def _take_new(self) -> list[Request]:
+        new = self._new.copy()
+        del self._new[: len(new)]  # more may have come since
+        self._new_bytes, now_s = 0, time.monotonic()
+        for operation in new:
+            operation.told_s = now_s
+        return [operation.request for operation in new]
+
     def _do(self, batch: Batch) -> None:
-        with self._lock:
-            operations = [*map(self._asked.pop, batch.names, itertools.repeat(None))]
+        operations = [*map(self._asked.pop, batch.names, itertools.repeat(None))]
         mine = [operation for operation in operations if operation is not None]
         error = batch.ready[0].error
         if error is not None:
@@ -280,8 +288,8 @@ class Channel:
                 with self._ledger.moving(self.collective.timing):
                     self._executor.run(batch, operations)
             except BaseException:
-                with self._lock:  # they are to end with everything else that is under way
-                    self._asked.update({operation.request.name: operation for operation in mine})
+                # They are to end with everything else that is under way.
+                self._asked.update({operation.request.name: operation for operation in mine})
                 raise
         if self._timeline.is_on:
             for operation in mine:
@@ -300,8 +308,9 @@ class Channel:
             error = HorovodInternalError(str(cause) if isinstance(cause, PacelineError) else repr(cause))
             error.__cause__ = cause
         with self._lock:
-            self._failure = self._failure or error
+            self._failure, self._is_ended = self._failure or error, True
             ended, self._asked, self._new = [*self._asked.values()], {}, []
+            self._awaking.notify()
         for operation in ended:
             operation.error = self._failure
         self._end(ended)
@@ -333,8 +342,8 @@ class Channel:
         now_s, warning_s, shutdown_s = time.monotonic(), self._settings.stall_warning_s, self._settings.stall_shutdown_s
         with self._lock:
             asked = [*self._asked.values()]
-            late = [each for each in asked if warning_s and now_s - max(each.asked_s, self._warned_s) > warning_s]
-            too_late = [each for each in asked if shutdown_s and now_s - each.asked_s > shutdown_s]
+            late = [each for each in asked if warning_s and now_s - max(each.told_s, self._warned_s) > warning_s]
+            too_late = [each for each in asked if shutdown_s and now_s - each.told_s > shutdown_s]
             if late:
                 self._warned_s = now_s
         if too_late:
@@ -353,5 +362,5 @@ class Channel:
         for operation in late:
             missing = self._missing.get(operation.request.name)
             who = f"rank {', '.join(map(str, missing))}" if missing else "another rank, which has asked for nothing,"
-            texts.append(f"{operation.request.name!r} for {now_s - operation.asked_s:.0f} s: {who} did not ask for it")
+            texts.append(f"{operation.request.name!r} for {now_s - operation.told_s:.0f} s: {who} did not ask for it")
         return "; ".join(texts)

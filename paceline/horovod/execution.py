@@ -1,8 +1,9 @@
 """What is done once all ranks have asked: small all-reduces together, through one buffer."""
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -46,6 +47,10 @@ class Batch:
     def dtypes(self) -> tuple[str, ...]:
         """Each is moved by itself; the same on all ranks."""
         return tuple(dict.fromkeys(dtype for each in self.ready for dtype in each.request.dtypes))
+
+    @functools.cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(shape for each in self.ready for shape in each.request.shapes)
 
     @functools.cached_property
     def has_rooms(self) -> bool:
@@ -136,22 +141,20 @@ class Executor:
             operation.result = [self._do[kind](operation, tensor) for tensor in operation.tensors]
 
     def _all_reduce(self, batch: Batch, operations: Sequence[Operation | None]) -> None:
-        inputs: list[Tensor] = []
-        outputs: list[Tensor] = []
-        shapes: list[tuple[int, ...]] = []
-        for ready, mine in zip(batch.ready, operations, strict=True):
-            each = mine or _with_zeros(ready)
+        present = [mine or _with_zeros(ready) for ready, mine in zip(batch.ready, operations, strict=True)]
+        for each in present:
             if each.outputs is None:
                 each.outputs = [*map(torch.empty_like, each.tensors)]
-            inputs += each.tensors
-            outputs += each.outputs
-            shapes += each.shapes or ready.request.shapes
+        inputs = _all_of(each.tensors for each in present)
+        outputs = _all_of(each.outputs or () for each in present)
+        # One that was cut otherwise than its request was to lie in a room, and is alone here.
+        shapes = present[0].shapes or batch.shapes
         request = batch.ready[0].request
         if request.op == ADASUM:
             found = [adasum(scaled(tensor, request.prescale), self._collective) for tensor in inputs]
             torch._foreach_copy_(outputs, [scaled(tensor, request.postscale) for tensor in found])
         elif len(batch.dtypes) == 1:
-            self._reduce(batch, inputs, outputs, tuple(shapes))
+            self._reduce(batch, inputs, outputs, shapes)
         else:
             for dtype in map(dtype_of, batch.dtypes):
                 chosen = [pair for pair in zip(inputs, outputs, strict=True) if pair[0].dtype == dtype]
@@ -262,6 +265,10 @@ def _goes_with(first: Ready, ready: Ready) -> bool:
     return (mine.kind, mine.has_room, mine.dtypes, mine.op, mine.prescale, mine.postscale) == (
         other.kind, other.has_room, other.dtypes, other.op, other.prescale, other.postscale
     )  # fmt: skip
+
+
+def _all_of(several: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+    return [*itertools.chain.from_iterable(several)]
 
 
 def _with_zeros(ready: Ready) -> Operation:

@@ -45,6 +45,9 @@ def run(
 ) -> list[Any]:
     """Call `func(*args, **kwargs)` in every process, where it may `hvd.init()`; the results by rank.
 
+    Steps of a `DistributedOptimizer` are recorded in a new directory under `runs/`, which is not made where there are
+    none.
+
     Args:
         num_proc: processes; `np`, `min_np` and `max_np` are older names.
         min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script: of an elastic job, as for
@@ -80,10 +83,26 @@ def run(
     )
     within_s = _START_WITHIN_S if start_timeout is None else start_timeout
     ssh = Ssh(ssh_port, ssh_identity_file)
-    job = Job(lambda: func(*given, **named), start_within_s=within_s, is_elastic=elastic.is_asked_for)
-    if elastic.is_asked_for:
-        return ElasticLaunch(job, ssh=ssh, **elastic.arguments(count, texts)).run()
-    return Launch(job, parse_hosts(texts or [f"localhost:{count}"]), num_proc=count, ssh=ssh).run()
+    # Not above, as workers import this module, and this brings Ray.
+    from paceline.running.launched import LaunchedRun
+    from paceline.strategies.horovod import Horovod
+
+    settings = elastic.arguments(count, texts) if elastic.is_asked_for else {}
+    with LaunchedRun(_name_of(func), [], strategy=Horovod(), num_workers=count) as recorded:
+        job = Job(
+            lambda: func(*given, **named),
+            start_within_s=within_s,
+            is_elastic=elastic.is_asked_for,
+            keep=recorded.keep,
+            note=recorded.note,
+        )
+        if elastic.is_asked_for:
+            return ElasticLaunch(job, ssh=ssh, **settings).run()
+        return Launch(job, parse_hosts(texts or [f"localhost:{count}"]), num_proc=count, ssh=ssh).run()
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__qualname__", repr(func))
 
 
 def _refuse(**given: object) -> None:

@@ -33,6 +33,8 @@ class Line(ABC):
         """The epoch of the membership that the worker is in."""
         self.has_newcomers = False
         """Whether some of that membership were not in the one before."""
+        self.before_end: Callable[[], None] = lambda: None
+        """Is called before the process is ended because the launcher wants it to."""
         self._update: tuple[int, float, int] | None = None  # epoch, time, what: the last that was heard
         self._listeners: list[Listener] = []
 
@@ -68,6 +70,10 @@ class Line(ABC):
                 listener.on_hosts_updated(timestamp, update)
 
     @abstractmethod
+    def say(self, kind: str, **values: Any) -> None:
+        """Send the launcher a message, from any thread."""
+
+    @abstractmethod
     def _ask(self, mine: Mapping[str, Any]) -> dict[str, Any]:
         """As `ask`."""
 
@@ -88,12 +94,9 @@ class PipeLine(Line):
         self._places: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._is_waiting = False
         self._saying = threading.Lock()
-        self.before_end: Callable[[], None] = lambda: None
-        """Is called before the process is ended because the launcher wants it to."""
         threading.Thread(target=self._serve, name="paceline launcher's line", daemon=True).start()
 
     def say(self, kind: str, **values: Any) -> None:
-        """Send the launcher a message, from any thread."""
         with self._saying:
             for line in framed(self._mark, {"kind": kind, **values}):
                 os.write(self._output, line.encode())

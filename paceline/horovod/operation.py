@@ -1,5 +1,6 @@
 """An operation on one rank, from asking for it to its result."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
@@ -39,4 +40,5 @@ class Operation:
     result: Any = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
     is_over: bool = field(default=False, init=False)
-    asked_s: float = field(default=0.0, init=False)
+    told_s: float = field(default=math.inf, init=False)
+    """When the round began in which the other ranks were told of it."""

@@ -23,6 +23,7 @@ from paceline.engines.scripting import Program, Script
 from paceline.errors import RunFailed
 from paceline.horovod.hosts import is_here
 from paceline.horovod.line import LEAVE_WITHIN_S, Unframer
+from paceline.records import EventRecord
 
 _SSH = "ssh"
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=10")
@@ -70,6 +71,8 @@ class Job:
     is_elastic: bool = False
     keep: Callable[[int, list[list[Any]]], None] | None = None
     """Takes a worker's number and its records; none: workers do not record."""
+    note: Callable[[EventRecord], None] = lambda event: None
+    """Takes what the launcher itself records of the job."""
 
     def hear(self, worker: int, results: dict[int, str]) -> dict[str, Callable[..., None]]:
         """What becomes of a worker's messages, by their kind: what its function returns is put among `results`."""

@@ -4,7 +4,7 @@ import atexit
 import threading
 from typing import Any, ClassVar, final
 
-from paceline.horovod.line import PipeLine
+from paceline.horovod.line import Line
 from paceline.records import Record, Reporter, to_plain
 
 _SEND_WITHIN_S = 0.25
@@ -17,19 +17,19 @@ class LineReporter(Reporter):
 
     keeps_files: ClassVar[bool] = False
 
-    def __init__(self, line: PipeLine) -> None:
+    def __init__(self, line: Line) -> None:
         self._line = line
         self._pending: list[list[Any]] = []
         self._lock = threading.Lock()
-        atexit.register(self._send)
-        line.before_end = self._send
+        atexit.register(self.send)
+        line.before_end = self.send
 
     def emit(self, record: Record) -> None:
         with self._lock:
             self._pending.append(to_plain(record))
             is_first = len(self._pending) == 1
         if is_first:
-            timer = threading.Timer(_SEND_WITHIN_S, self._send)
+            timer = threading.Timer(_SEND_WITHIN_S, self.send)
             timer.daemon = True
             timer.start()
 
@@ -39,7 +39,8 @@ class LineReporter(Reporter):
     def stop_requested(self) -> bool:
         return False
 
-    def _send(self) -> None:
+    def send(self) -> None:
+        """Send what has not been sent yet."""
         with self._lock:
             pending, self._pending = self._pending, []
         if pending:
@@ -54,7 +55,8 @@ def current() -> LineReporter | None:
     return _reporter
 
 
-def report_over(line: PipeLine) -> None:
+def report_over(line: Line) -> LineReporter:
     """Send this process's records there from here on."""
     global _reporter
     _reporter = LineReporter(line)
+    return _reporter

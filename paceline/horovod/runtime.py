@@ -62,14 +62,18 @@ class Runtime:
 
     def channel(self, process_set_id: int | None) -> Channel:
         """The operations of a process set. Raises ValueError if this rank is not of it, or there is none."""
+        try:
+            return self._channels[process_set_id]  # type: ignore[index]  # None is none of them
+        except KeyError:
+            raise ValueError(self._why_not(process_set_id)) from None
+
+    def _why_not(self, process_set_id: int | None) -> str:
         if process_set_id is None or process_set_id not in self._ranks:
-            raise ValueError("the process set has not been initialized: pass it to init or add_process_set")
-        if process_set_id not in self._channels:
-            raise ValueError(
-                f"rank {self.rank} does not belong to process set {process_set_id}, whose ranks are "
-                f"{list(self._ranks[process_set_id])}"
-            )
-        return self._channels[process_set_id]
+            return "the process set has not been initialized: pass it to init or add_process_set"
+        return (
+            f"rank {self.rank} does not belong to process set {process_set_id}, whose ranks are "
+            f"{list(self._ranks[process_set_id])}"
+        )
 
     def ranks_of(self, process_set_id: int) -> tuple[int, ...]:
         return self._ranks[process_set_id]

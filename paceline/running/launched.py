@@ -9,7 +9,7 @@ from paceline.config import RunConfig
 from paceline.engines.requests import Desk
 from paceline.engines.standing import Progress
 from paceline.errors import UsageError
-from paceline.records import EventRecord, RecordWriter, StepRecord, from_plain, to_plain
+from paceline.records import EventRecord, Record, RecordWriter, StepRecord, from_plain
 from paceline.running import launch, manifest
 from paceline.running.result import Result
 from paceline.strategies.base import Strategy
@@ -32,6 +32,7 @@ class LaunchedRun:
             program=program, arguments=arguments, strategy=strategy, num_workers=num_workers, config=RunConfig()
         )
         self._writer: RecordWriter | None = None
+        self._noted: list[EventRecord] = []  # before there was a directory
         self._progress = Progress()
         self._attending: threading.Thread | None = None
         self._is_over = threading.Event()
@@ -45,21 +46,33 @@ class LaunchedRun:
             if isinstance(record, StepRecord):
                 record.worker = worker
         with self._lock:
-            if self._cannot_write:
-                return
-            try:
-                if self._writer is None:
-                    self._directory.mkdir(parents=True)
-                    manifest.write(self._directory, self._described)
-                    self._writer = RecordWriter(self._directory)
-                    self._attending = threading.Thread(target=self._attend, args=(Desk(self._directory, self._answer),))
-                    self._attending.start()
-                self._progress.take(records)
-                self._writer.write(records)
-                self._writer.flush()
-            except OSError as error:
-                self._cannot_write = True
-                print(f"steps are not recorded: {error.strerror} in {self._directory.resolve()}", file=sys.stderr)
+            self._keep(records)
+
+    def note(self, event: EventRecord) -> None:
+        """Write what the launcher itself has seen, from any thread: once workers have recorded anything."""
+        with self._lock:
+            if self._writer is None:
+                self._noted.append(event)
+            else:
+                self._keep([event])
+
+    def _keep(self, records: Sequence[Record]) -> None:
+        if self._cannot_write:
+            return
+        try:
+            if self._writer is None:
+                self._directory.mkdir(parents=True)
+                manifest.write(self._directory, self._described)
+                self._writer = RecordWriter(self._directory)
+                self._attending = threading.Thread(target=self._attend, args=(Desk(self._directory, self._answer),))
+                self._attending.start()
+                records = [*self._noted, *records]
+            self._progress.take(records)
+            self._writer.write(records)
+            self._writer.flush()
+        except OSError as error:
+            self._cannot_write = True
+            print(f"steps are not recorded: {error.strerror} in {self._directory.resolve()}", file=sys.stderr)
 
     @property
     def result(self) -> Result | None:
@@ -74,7 +87,7 @@ class LaunchedRun:
         details = {"error": str(error)} if name == "failed" else {}
         if self._writer is not None:
             end = EventRecord(name, "run", self._progress.iteration, self._progress.time_s, details)
-            self.keep(0, [to_plain(end)])
+            self.note(end)
             self._writer.close()
         self._is_over.set()
         if self._attending is not None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import paceline.horovod.torch as hvd
+from paceline.horovod import runtime
 from tests.horovod.world import HorovodWorld
 
 SIZE = 3
@@ -16,3 +18,11 @@ EVERYBODY = tuple(range(SIZE))
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HorovodWorld]:
     with HorovodWorld(SIZE, tmp_path_factory.mktemp("world")) as world:
         yield world
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of one in the tests' own process."""
+    hvd.init()
+    yield
+    runtime.end()

@@ -15,6 +15,7 @@ from paceline.horovod.elastic_jobs.driver import Policy
 from paceline.horovod.elastic_jobs.known_hosts import Cooldown
 from paceline.horovod.elastic_jobs.loop import Loop
 from paceline.horovod.line import Line
+from paceline.records import EventRecord
 from tests.forks import FORKS
 
 
@@ -26,7 +27,7 @@ class PipedLine(Line):
         self._places: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def say(self, kind: str, value: Any) -> None:
+    def say(self, kind: str, value: Any = None) -> None:  # type: ignore[override]
         self._connection.send((kind, value))
 
     def _ask(self, mine: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,6 +69,7 @@ class ForkedFleet:
         self._processes: dict[int, Any] = {}
         self._connections: dict[int, Connection] = {}
         self.said: queue.Queue[Any] = queue.Queue()
+        self.noted: list[EventRecord] = []
         self.on_said: Callable[[Any], None] = lambda said: None
 
     def run(self) -> list[Any]:
@@ -100,6 +102,9 @@ class ForkedFleet:
 
     def tell(self, worker: int, message: dict[str, Any]) -> None:
         self._connections[worker].send(message)
+
+    def note(self, event: EventRecord) -> None:
+        self.noted.append(event)
 
     def _follow(self, worker: int, process: Any, connection: Connection) -> None:
         try:

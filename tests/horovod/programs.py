@@ -32,6 +32,27 @@ def input_of(call: Call, rank: int) -> Tensor:
     return torch.randint(-8, 8, (rows, 3), generator=generator).float()
 
 
+@dataclass(frozen=True)
+class Form:
+    """One all-reduce of whole numbers; a name's next one may be another."""
+
+    name: str
+    members: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    op: str
+    prescale: float
+    is_group: bool
+
+    def input_of(self, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(sum(map(ord, self.name)) * 1009 + rank)
+        return torch.randint(-8, 8, self.shape, generator=generator).to(getattr(torch, self.dtype))
+
+    def wanted(self) -> Tensor:
+        stacked = torch.stack([self.input_of(rank) * int(self.prescale) for rank in self.members])
+        return stacked.sum(0) if self.op == "Sum" else stacked.amax(0)
+
+
 def group_of(tensor: Tensor) -> list[Tensor]:
     """Tensors of two dtypes, the first dtype on both sides of the other."""
     return [tensor, 2 * tensor.double(), 3 * tensor.flatten()[:1]]
@@ -117,3 +138,43 @@ def run(
     for members in sets:
         assert hvd.remove_process_set(process_sets[members])
     return [results[number] for number in sorted(results)]
+
+
+def run_forms(
+    rank: int, steps: list[list[Form]], sets: list[tuple[int, ...]], seed: int
+) -> list[list[tuple[Tensor, bool]]]:
+    """Ask for this rank's part of each step in an order of its own, and wait in another. Results in the steps' order,
+    and whether each is the tensor that it is to be."""
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    process_sets: dict[tuple[int, ...], Any] = {tuple(range(hvd.size())): hvd.global_process_set}
+    for members in sets:
+        process_sets[members] = hvd.add_process_set(members)
+    draw = random.Random(seed * 100 + rank)
+    found = []
+    for step in steps:
+        mine = [form for form in step if rank in form.members]
+        asked: dict[int, tuple[Any, Tensor, bool]] = {}
+        for number in draw.sample(range(len(mine)), len(mine)):
+            form = mine[number]
+            tensor, is_in_place = form.input_of(rank), draw.random() < 0.5
+            about = {
+                "name": form.name + " group" * form.is_group,
+                "op": getattr(hvd, form.op),
+                "prescale_factor": form.prescale,
+                "process_set": process_sets[form.members],
+            }
+            ask = getattr(hvd, f"{'grouped_' * form.is_group}allreduce_async{'_' * is_in_place}")
+            asked[number] = (ask([tensor] if form.is_group else tensor, **about), tensor, is_in_place)
+        results: dict[int, tuple[Tensor, bool]] = {}
+        for number in draw.sample(range(len(mine)), len(mine)):
+            handle, tensor, is_in_place = asked[number]
+            result = hvd.synchronize(handle)
+            result = result[0] if mine[number].is_group else result
+            is_kept = torch.equal(tensor, mine[number].input_of(rank))
+            results[number] = (result, result is tensor if is_in_place else is_kept)
+        found.append([results[number] for number in range(len(mine))])
+    for members in sets:
+        assert hvd.remove_process_set(process_sets[members])
+    return found

@@ -220,6 +220,7 @@ def test_a_job_is_under_way_and_then_as_it_ended(
     monkeypatch.chdir(tmp_path)
     recorded = LaunchedRun("train.py", [], strategy=Horovod(), num_workers=2)
     with contextlib.suppress(RunFailed, KeyboardInterrupt), recorded:
+        recorded.note(EventRecord("reformed", "run", 3, 0.5, {"ranks": [0]}))  # which alone makes no directory
         assert recorded.result is None
         recorded.keep(1, [["events", "training", "run", 7, 1.5, {}]])
         assert recorded.result is not None
@@ -232,6 +233,7 @@ def test_a_job_is_under_way_and_then_as_it_ended(
             raise error
     assert recorded.result is not None
     assert state_of(recorded.result) == state
+    assert [event.name for event in recorded.result.events] == ["reformed", "training", state]
 
 
 def test_a_recorded_world_is_another() -> None:

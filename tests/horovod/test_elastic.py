@@ -9,7 +9,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,13 +30,6 @@ from paceline.horovod.torch.elastic.state import ModelStateHandler, get_handler_
 from tests.horovod.elastic_fleet import ForkedFleet
 
 REMOVED, ADDED = 1, 2
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    hvd.init()
-    yield
-    runtime.end()
 
 
 def states() -> tuple[TorchState, torch.nn.Linear, Any]:
@@ -181,7 +174,6 @@ def sampled(size: int, rank: int, *, num: int, processed: int, epoch: int, seed:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_samples_are_those_of_horovod(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.horovod import runtime
 
     for rank in range(size):
         monkeypatch.setattr(runtime, "_runtime", type("Here", (), {"size": size, "rank": rank}))
@@ -241,6 +233,9 @@ def test_a_message_that_cannot_be_read_is_told_once_and_the_rest_is_copied(capsy
 def test_a_first_rank_that_dies_before_it_keeps_the_store_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     class OfTheDead(Line):
         """Gives a place behind a first rank whose port is closed."""
+
+        def say(self, kind: str, **values: Any) -> None:
+            raise AssertionError("it has no records")
 
         def _ask(self, mine: Any) -> dict[str, Any]:
             with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -337,3 +332,8 @@ def test_hosts_come_and_go_while_the_job_runs() -> None:
         if each[0] == "step":
             by_worker.setdefault(each[1], []).append(each[2])
     assert all(steps == [*range(steps[0], steps[-1] + 1)] for steps in by_worker.values())  # nobody went back
+    assert [event.name for event in fleet.noted] == ["reformed"] * 2
+    details = [event.details for event in fleet.noted]
+    about = [(each["epoch"], each["ranks"], each["joined"], each["hosts"]) for each in details]
+    assert about == [(2, [0, 1, 2], [2], ["a", "b", "c"]), (3, [1, 2], [], ["b", "c"])]
+    assert all(0.0 <= each["took_s"] < 60.0 for each in details)

@@ -77,7 +77,7 @@ def test_the_first_membership_has_all_slots_up_to_the_most() -> None:
     assert job.asked(3, 1) == []
     entering = entered(job.asked(2))
     assert (entering.membership.epoch, entering.workers, entering.hosts) == (1, (1, 2, 3), ("a", "a", "b"))
-    assert entering.has_newcomers
+    assert (entering.joined, entering.has_newcomers, entering.waited_s) == ((1, 2, 3), True, 0.0)
 
 
 def test_nobody_starts_before_there_is_room_for_the_first_number() -> None:
@@ -103,10 +103,12 @@ def test_a_new_host_is_heard_of_once_its_workers_are_there() -> None:
     assert job.found(a=2, b=1) == [Start(3, "b")]
     assert job.asked(3) == [Tell((1, 2), ADDED)]
     assert job.found(a=2, b=1) == []  # members hear of it once
+    job.later(5.0)  # in which the newcomer alone waits
     assert job.asked(1) == []
+    job.later(2.0)
     entering = entered(job.asked(2))
     assert (entering.membership.epoch, entering.workers, entering.hosts) == (2, (1, 2, 3), ("a", "a", "b"))
-    assert entering.has_newcomers
+    assert (entering.joined, entering.has_newcomers, entering.waited_s) == ((3,), True, 2.0)
 
 
 def test_members_that_are_told_early_wait_for_new_workers() -> None:

@@ -129,6 +129,11 @@ def check_records(folder: Path, said: list[list[Any]]) -> None:
     assert [each.iteration for each in newcomer] == [step for _, _, step, *_ in said]
     assert newcomer[0].time_s > by_worker[0][9].time_s
     assert [each.step for each in newcomer] == list(range(1, len(said) + 1))
+    grown, shrunk = [event for event in Result(directory).events if event.name == "reformed"]
+    assert (grown.details["ranks"], grown.details["joined"], shrunk.details["ranks"]) == ([0, 1, 2], [2], [2])
+    assert 20 <= grown.iteration < shrunk.iteration
+    assert newcomer[0].iteration == grown.iteration + 1
+    assert 0.0 < grown.time_s < shrunk.time_s
 
 
 @pytest.mark.slow
@@ -198,7 +203,8 @@ def test_what_run_refuses() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_function_on_every_rank_returns_what_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_on_every_rank_returns_what_it_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     worker = [shutil.which("python"), "-u", "-m", "paceline.horovod.remote"]
     monkeypatch.setattr(processes, "_worker", lambda: worker)
     gathered = [(0, "a word"), (1, "a word")]
@@ -206,6 +212,11 @@ def test_a_function_on_every_rank_returns_what_it_likes(monkeypatch: pytest.Monk
     assert [(result, type(big), len(big)) for result, big in results] == [(gathered, bytes, 10_000_000)] * 2
     elastic = paceline.horovod.run(_gather, ("a",), {"rest": " word"}, num_proc=2, min_num_proc=1)
     assert [result for result, _ in elastic] == [gathered] * 2
+    assert not (tmp_path / "runs").exists()  # there were no steps
+    assert paceline.horovod.run(_step, np=2) == [None] * 2
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert [(each.worker, each.iteration) for each in sorted(Result(directory).steps, key=str)] == [(0, 1), (1, 1)]
+    assert Result(directory).manifest["program"] == "_step"
 
 
 def _gather(word: str, rest: str) -> tuple[Any, bytes]:
@@ -213,3 +224,14 @@ def _gather(word: str, rest: str) -> tuple[Any, bytes]:
 
     hvd.init()
     return hvd.allgather_object((hvd.rank(), word + rest)), bytes(10_000_000)
+
+
+def _step() -> None:
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import paceline.horovod.torch as hvd
+from paceline.horovod.runtime import GLOBAL, runtime
 from tests.horovod import programs
 from tests.horovod.conftest import EVERYBODY
-from tests.horovod.programs import Call
+from tests.horovod.programs import Call, Form
 from tests.horovod.world import HorovodWorld
 
 
@@ -84,6 +87,138 @@ def run_with_join(world: HorovodWorld, data: st.DataObject) -> None:
 
 def _run_with_join(rank: int, calls: list[Call], seed: int, last: int) -> Any:
     return programs.run(rank, calls, [], seed, last=last)
+
+
+@st.composite
+def forms_of(draw: st.DrawFn, *, sets: list[tuple[int, ...]]) -> list[list[Form]]:
+    """Steps whose operations have the same few names, and are another tensor, on other ranks, in each."""
+    form = st.builds(
+        Form,
+        st.sampled_from(["one", "two", "three"]),
+        st.sampled_from(sets),
+        st.sampled_from([(2, 3), (3, 2), (6,), (0, 2)]),
+        st.sampled_from(["float32", "float64", "int64"]),
+        st.sampled_from(["Sum", "Max"]),
+        st.sampled_from([1.0, 2.0]),
+        st.booleans(),
+    )
+    step = st.lists(form, min_size=1, max_size=6, unique_by=lambda each: (each.name, each.members, each.is_group))
+    return draw(st.lists(step, min_size=1, max_size=6))
+
+
+@settings(max_examples=4, **REAL)
+@given(st.data())
+def test_a_name_may_be_another_tensor_on_other_ranks_each_time(world: HorovodWorld, data: st.DataObject) -> None:
+    run_forms(world, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, **REAL)
+@given(st.data())
+def test_a_name_may_be_another_tensor_each_time_thoroughly(world: HorovodWorld, data: st.DataObject) -> None:
+    run_forms(world, data)
+
+
+def run_forms(world: HorovodWorld, data: st.DataObject) -> None:
+    sets = data.draw(st.lists(st.sampled_from([(0, 1), (1, 2), (0, 2), (1,)]), unique=True, max_size=3))
+    steps = data.draw(forms_of(sets=[EVERYBODY, *sets]))
+    for rank, found in enumerate(world.run(programs.run_forms, steps, sets, data.draw(st.integers(0, 99)))):
+        mine = [[form for form in step if rank in form.members] for step in steps]
+        for step, results in zip(mine, found, strict=True):
+            for form, (result, is_own) in zip(step, results, strict=True):
+                assert result.dtype == getattr(torch, form.dtype)
+                assert is_own
+                torch.testing.assert_close(result, form.wanted(), msg=f"{form} on rank {rank}")
+
+
+def test_a_name_may_be_another_reduction_each_time(world: HorovodWorld) -> None:
+    for found in world.run(_reduce_otherwise):
+        assert found == [6.0, 2.0, 2.0, 6.0, 3.0, 2.0]
+
+
+def _reduce_otherwise(rank: int) -> list[float]:
+    import warnings
+
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    abouts: list[dict[str, Any]] = [{"average": False}, {}, {"average": True}, {"op": hvd.Sum}, {"op": hvd.Max}, {}]
+    found = []
+    for about in abouts:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            handle = hvd.allreduce_async_(torch.full((2,), rank + 1.0), name="otherwise", **about)
+        assert [each.filename for each in caught] == [__file__] * ("average" in about)
+        found.append(float(hvd.synchronize(handle)[0]))
+    return found
+
+
+def test_what_is_asked_for_as_a_round_begins_is_not_lost(alone: None) -> None:
+    class Interrupted(list[Any]):
+        """While its content is taken, another thread gets its turn, and asks."""
+
+        def copy(self) -> list[Any]:
+            taken = super().copy()
+            if not late:
+                late.append(hvd.allreduce_async(torch.ones(1), name="late"))
+            return taken
+
+    late: list[Any] = []
+    runtime().channel(GLOBAL)._new = Interrupted()
+    hvd.allreduce(torch.ones(1), name="early")
+    until_s = time.monotonic() + 30
+    while not hvd.poll(late[0]) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert late[0].is_over
+
+
+def test_threads_ask_at_once_and_no_operation_is_lost(world: HorovodWorld) -> None:
+    for sums, num_asked in world.run(_ask_in_threads):
+        assert sums == [6.0] * 4 * 150
+        assert num_asked == 50  # of the threads that ask for the same, one
+
+
+def _ask_in_threads(rank: int) -> tuple[list[float], int]:
+    import contextlib
+    import random
+    import sys
+    import threading
+    from concurrent.futures import ThreadPoolExecutor
+
+    import paceline.horovod.torch as hvd
+    from paceline.horovod.runtime import GLOBAL, runtime
+
+    hvd.init()
+    begin = threading.Barrier(4)
+
+    def ask_for_own(thread: int) -> list[float]:
+        order = random.Random(10 * rank + thread).sample(range(150), 150)
+        begin.wait()
+        handles = [
+            hvd.allreduce_async(torch.full((3,), rank + 1.0), op=hvd.Sum, name=f"{thread} {number}") for number in order
+        ]
+        return [float(hvd.synchronize(handle)[0]) for handle in handles]
+
+    def ask_for_the_same(thread: int) -> list[Any]:
+        handles = []
+        for number in range(50):
+            begin.wait()
+            with contextlib.suppress(ValueError):
+                handles.append(hvd.allreduce_async(torch.ones(1), name=f"everybody's {number}"))
+        return handles
+
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            sums = [each for sums in pool.map(ask_for_own, range(4)) for each in sums]
+            with runtime().channel(GLOBAL)._driving:  # so that none is over before all have tried
+                handles = [each for handles in pool.map(ask_for_the_same, range(4)) for each in handles]
+    finally:
+        sys.setswitchinterval(before_s)
+    for handle in handles:
+        hvd.synchronize(handle)
+    return sums, len(handles)
 
 
 def test_groups_in_place_and_asynchronous(world: HorovodWorld) -> None:

@@ -13,8 +13,15 @@ from typing import Any
 import pytest
 import ray
 
+from paceline.horovod import line as lines
+from paceline.horovod import reporting
 from paceline.horovod.ray import ElasticRayExecutor, RayExecutor, RayHostDiscovery, actors
 from paceline.horovod.ray.runner import Coordinator, MiniSettings
+from paceline.horovod.ray.worker import ActorLine, BaseHorovodWorker
+from paceline.records import EventRecord, to_plain
+from paceline.running.launched import LaunchedRun
+from paceline.running.result import Result
+from paceline.strategies.horovod import Horovod
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "horovod_on_ray"
 SETTINGS = MiniSettings(timeout_s=300, placement_group_timeout_s=300)
@@ -85,7 +92,7 @@ def test_a_worker_that_fails_leaves_its_room_before_this_is_said(monkeypatch: py
 
     made = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=lambda **given: Actor()))
     monkeypatch.setattr(actors, "ray", SimpleNamespace(remote=lambda kind: made, get=get, kill=killed.append))
-    fleet = actors.ActorFleet(actors.Making(1, 2, (None, None, None), {}), len, None)
+    fleet = actors.ActorFleet(actors.Making(1, 2, (None, None, None), {}), len, None, unrecorded())
     fleet.loop, fleet.slots = Loop(), {"a": 2}  # type: ignore[assignment]
     for worker in (1, 2):
         fleet.start(worker, "a")
@@ -94,6 +101,56 @@ def test_a_worker_that_fails_leaves_its_room_before_this_is_said(monkeypatch: py
         assert len(killed) == worker
         fleet.tell(worker, {})  # of which the loop may not know yet
     assert variables.empty()
+
+
+def test_what_a_worker_says_goes_to_the_loop_and_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [["events", "training", "run", 0, 0.0, {}]]
+    said = [{"kind": "ask", "mine": {"port": 1}}, {"kind": "records", "records": records}, {"kind": "over"}]
+    heard: queue.Queue[tuple[Any, ...]] = queue.Queue()
+    answers: dict[str, Any] = {"message": lambda: said.pop(0), "work": lambda function: "done"}
+
+    class Actor:
+        def __getattr__(self, name: str) -> Any:
+            return SimpleNamespace(remote=answers.get(name, lambda *given: None))
+
+    made = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=lambda **given: Actor()))
+    monkeypatch.setattr(actors, "ray", SimpleNamespace(remote=lambda kind: made, get=lambda asked: asked))
+    recorded: Any = SimpleNamespace(keep=lambda *given: heard.put(given), note=heard.put)
+    fleet = actors.ActorFleet(actors.Making(1, 0, (None, None, None), {}), len, None, recorded)
+    fleet.loop = SimpleNamespace(asked=lambda *given: heard.put(given), ended=lambda *given: heard.put(given))  # type: ignore[assignment]
+    fleet.start(3, "a")
+    assert [heard.get(timeout=60) for _ in range(3)] == [(3, {"port": 1}), (2, records), (3, 0)]
+    assert fleet.results == {3: "done"}
+
+
+def test_a_worker_says_what_it_has_recorded_before_it_is_over() -> None:
+    line = ActorLine()
+    actor = BaseHorovodWorker.__new__(BaseHorovodWorker)
+    actor._line = line
+    event = EventRecord("training", "run", 0, 0.0, {})
+
+    def work(_: Any) -> str:
+        kept = reporting.current()
+        assert kept is not None
+        kept.emit(event)
+        return "done"
+
+    try:
+        assert actor.work(work) == "done"
+        assert [actor.message(), actor.message()] == [
+            {"kind": "records", "records": [to_plain(event)]},
+            {"kind": "over"},
+        ]
+        with pytest.raises(ZeroDivisionError):
+            actor.work(lambda _: 1 / 0)
+        assert actor.message() == {"kind": "over"}
+    finally:
+        reporting._reporter = None
+        lines.connect(None)
+
+
+def unrecorded() -> LaunchedRun:
+    return LaunchedRun("nothing", [], strategy=Horovod(), num_workers=1)
 
 
 def recipe(name: str) -> Any:
@@ -152,7 +209,11 @@ def test_callbacks_hear_what_workers_log(ray_here: None) -> None:
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize("is_older", [False, True])
-def test_an_elastic_job_grows_with_its_hosts(is_older: bool, ray_here: None) -> None:
+def test_an_elastic_job_grows_with_its_hosts(
+    is_older: bool, ray_here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
     class Growing:
         slots = 1
 
@@ -179,6 +240,13 @@ def test_an_elastic_job_grows_with_its_hosts(is_older: bool, ray_here: None) -> 
     steps = [said["step"] for said in heard if said["rank"] == 0]
     assert steps == [*range(len(steps))]  # nobody went back
     assert {said["size"] for said in heard} == {1, 2}
+    (directory,) = (tmp_path / "runs").iterdir()
+    result = Result(directory)
+    iterations = [sorted(each.iteration for each in result.steps if each.worker == number) for number in range(2)]
+    assert iterations[0] == [*range(1, len(steps) + 1)]
+    (reformed,) = [event for event in result.events if event.name == "reformed"]
+    assert (reformed.details["ranks"], reformed.details["joined"]) == ([0, 1], [1])
+    assert iterations[1] == iterations[0][reformed.iteration :]
 
 
 @pytest.mark.slow
@@ -194,7 +262,7 @@ def test_there_is_room_for_another_where_a_worker_has_failed(ray_here: None) -> 
 
     ended: queue.Queue[tuple[int, int]] = queue.Queue()
     num_cpus = ray.cluster_resources()["CPU"]  # all of them
-    fleet = actors.ActorFleet(actors.Making(num_cpus, 0, (None, None, None), {}), fail_first, None)
+    fleet = actors.ActorFleet(actors.Making(num_cpus, 0, (None, None, None), {}), fail_first, None, unrecorded())
     fleet.loop = Loop()  # type: ignore[assignment]
     host = ray.nodes()[0]["NodeManagerAddress"]
     try:
@@ -209,15 +277,21 @@ def test_there_is_room_for_another_where_a_worker_has_failed(ray_here: None) -> 
 
 def _grow() -> list[int]:
     import horovod.torch as hvd
+    import torch
     from horovod.ray import ray_logger
 
     hvd.init()
-    state = hvd.elastic.TorchState(step=0, left=5, sizes=[])
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = hvd.elastic.TorchState(model, optimizer, step=0, left=5, sizes=[])
 
     @hvd.elastic.run
     def train(state: Any) -> None:
         state.sizes = [*state.sizes, hvd.size()]
         while state.left:
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
             ray_logger.log({"rank": hvd.rank(), "size": hvd.size(), "step": state.step})
             state.step += 1
             state.left -= hvd.size() - 1

@@ -62,8 +62,14 @@ class Enter(NamedTuple):
     """The same by rank, host by host."""
     hosts: tuple[str, ...]
     """Where they are."""
-    has_newcomers: bool
-    """Whether some have to be brought the state."""
+    joined: tuple[int, ...]
+    """Those of them that are new, and have to be brought the state."""
+    waited_s: float
+    """How long the first of the others has waited for it."""
+
+    @property
+    def has_newcomers(self) -> bool:
+        return bool(self.joined)
 
 
 class Tell(NamedTuple):
@@ -257,7 +263,9 @@ class Driver:
         first = {worker.host: min(each.number for each in chosen if each.host == worker.host) for worker in chosen}
         chosen.sort(key=lambda worker: (first[worker.host], worker.number))  # the oldest worker is the first rank
         self._ranks = {worker.number: rank for rank, worker in enumerate(chosen)}
-        has_newcomers = any(worker.epoch == 0 for worker in chosen)
+        joined = tuple(worker.number for worker in chosen if worker.epoch == 0)
+        since_s = [each.waits_since_s for each in chosen if each.epoch and each.waits_since_s is not None]
+        waited_s = now_s - min(since_s, default=now_s)
         dropped = [worker.number for worker in self._workers.values() if worker.waits and worker not in chosen]
         for number in dropped:
             del self._workers[number]
@@ -268,7 +276,8 @@ class Driver:
             self._membership,
             tuple(worker.number for worker in chosen),
             tuple(worker.host for worker in chosen),
-            has_newcomers,
+            joined,
+            waited_s,
         )
         return [*map(Stop, dropped), entering]
 

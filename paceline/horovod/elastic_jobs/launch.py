@@ -10,6 +10,7 @@ from paceline.horovod.elastic_jobs.driver import Policy
 from paceline.horovod.elastic_jobs.known_hosts import Cooldown
 from paceline.horovod.elastic_jobs.loop import LOOK_EVERY_S, Loop
 from paceline.horovod.processes import Job, Ssh, WorkerProcess, value_of
+from paceline.records import EventRecord
 
 
 @final
@@ -79,6 +80,9 @@ class ElasticLaunch:
 
     def tell(self, worker: int, message: dict[str, Any]) -> None:
         self._processes[worker].tell(message)
+
+    def note(self, event: EventRecord) -> None:
+        self._job.note(event)
 
     def _result(self, worker: int) -> Any:
         return value_of(self._results[worker - 1]) if worker - 1 in self._results else None

@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final
 
 from paceline.errors import PacelineError, RunFailed
@@ -14,6 +14,7 @@ from paceline.horovod.elastic_jobs.discovery import Discover
 from paceline.horovod.elastic_jobs.driver import Command, Driver, Enter, Finish, Policy, Start, Stop, Tell
 from paceline.horovod.elastic_jobs.known_hosts import Cooldown, KnownHosts
 from paceline.horovod.hosts import places
+from paceline.records import EventRecord
 
 LOOK_EVERY_S = 1.0
 _LONGEST_WAIT_S = 3600.0
@@ -30,6 +31,9 @@ class Fleet(Protocol):
 
     def tell(self, worker: int, message: dict[str, Any]) -> None:
         """Send a worker what its `Line` hears."""
+
+    def note(self, event: EventRecord) -> None:
+        """Keep this beside the workers' records, if those are kept."""
 
 
 @final
@@ -115,6 +119,25 @@ class Loop:
         self._epoch = entering.membership.epoch
         self.ranks = {worker: rank for rank, worker in enumerate(entering.workers)}
         members = [self._about.pop(worker) for worker in entering.workers]
+        if self._epoch > 1:
+            self._fleet.note(_reformed(entering, members))
         about = {"epoch": self._epoch, "has_newcomers": entering.has_newcomers, "members": members}
         for worker, place in zip(entering.workers, places(entering.hosts), strict=True):
             self._fleet.tell(worker, {"kind": "enter", "place": place, **about})
+
+
+def _reformed(entering: Enter, members: Sequence[Mapping[str, Any]]) -> EventRecord:
+    """A change of the membership: workers by rank, called by their numbers in records, which begin with 0.
+
+    Args:
+        members: what they say of themselves.
+    """
+    iteration, time_s = max(each["standing"] for each in members)
+    details = {
+        "epoch": entering.membership.epoch,
+        "ranks": [worker - 1 for worker in entering.workers],
+        "joined": [worker - 1 for worker in entering.joined],
+        "hosts": list(entering.hosts),
+        "took_s": entering.waited_s,
+    }
+    return EventRecord("reformed", "run", iteration, time_s, details)

@@ -10,6 +10,8 @@ import ray
 
 from paceline.horovod.elastic_jobs.loop import Loop
 from paceline.horovod.ray.worker import BaseHorovodWorker
+from paceline.records import EventRecord
+from paceline.running.launched import LaunchedRun
 
 _SHARE_OF_NODE = 0.01  # of the resource that Ray gives each host's name, so that workers are placed there
 _CALLS_AT_A_TIME = 4
@@ -37,8 +39,8 @@ class ActorFleet:
 
     loop: Loop
 
-    def __init__(self, making: Making, function: Callable[[Any], Any], queue: Any) -> None:
-        self._making, self._function, self._queue = making, function, queue
+    def __init__(self, making: Making, function: Callable[[Any], Any], queue: Any, recorded: LaunchedRun) -> None:
+        self._making, self._function, self._queue, self._recorded = making, function, queue, recorded
         self.actors: dict[int, Any] = {}
         self.hosts: dict[int, str] = {}
         self.results: dict[int, Any] = {}
@@ -67,6 +69,9 @@ class ActorFleet:
         if actor is not None:  # else it has just failed
             actor.hear.remote(message)
 
+    def note(self, event: EventRecord) -> None:
+        self._recorded.note(event)
+
     def close(self) -> None:
         for worker in [*self.actors]:
             self.stop(worker)
@@ -76,10 +81,12 @@ class ActorFleet:
         try:
             ray.get(actor.update_env_vars.remote(variables))
             ray.get([actor.start_executable.remote(*self._making.executable), actor.set_queue.remote(self._queue)])
-            result, question = actor.work.remote(self._function), actor.question.remote()
-            while result not in (ready := ray.wait([result, question])[0]):
-                self.loop.asked(worker, ray.get(ready[0]))
-                question = actor.question.remote()
+            result = actor.work.remote(self._function)
+            while (said := ray.get(actor.message.remote()))["kind"] != "over":
+                if said["kind"] == "ask":
+                    self.loop.asked(worker, said["mine"])
+                else:
+                    self._recorded.keep(worker - 1, said["records"])
             self.results[worker] = ray.get(result)
         except Exception as error:
             status = 1

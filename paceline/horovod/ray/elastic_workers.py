@@ -10,6 +10,11 @@ from paceline.horovod.elastic_jobs.loop import LOOK_EVERY_S, Loop
 from paceline.horovod.ray.actors import ActorFleet, Making
 from paceline.horovod.ray.discovery import HostDiscovery, asking
 from paceline.horovod.ray.hearing import Callback, hearing
+from paceline.running.launched import LaunchedRun
+from paceline.strategies.horovod import Horovod
+
+_PROGRAM = "an elastic executor's function"
+"""What records call the program."""
 
 
 class SlotInfo(NamedTuple):
@@ -51,11 +56,15 @@ class ElasticWorkers:
         self._making = Making(self._num_cpus, self._num_gpus, executable, variables)
 
     def results(self, function: Callable[[Any], Any], callbacks: "Sequence[Callback] | None") -> list[Any]:
-        """What it returns on each worker that ends, by rank. Raises RunFailed if nobody can go on."""
+        """What it returns on each worker that ends, by rank. Raises RunFailed if nobody can go on.
+
+        Steps are recorded in a new directory under `runs/`, which is not made where there are none.
+        """
         if self._making is None:
             raise ValueError("the executor has no workers: call start() first")
-        with hearing(callbacks) as queue:
-            self._fleet = fleet = ActorFleet(self._making, function, queue)
+        recorded = LaunchedRun(_PROGRAM, [], strategy=Horovod(), num_workers=self._policy.num_proc)
+        with recorded, hearing(callbacks) as queue:
+            self._fleet = fleet = ActorFleet(self._making, function, queue, recorded)
             ask = asking(self._discovery)
 
             def discover() -> dict[str, int]:

@@ -11,17 +11,17 @@ import ray
 from paceline.engines import aliases
 from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.horovod import line as lines
-from paceline.horovod import runtime
+from paceline.horovod import reporting, runtime
 from paceline.horovod.ray import ray_logger
 
 
 @final
 class ActorLine(lines.Line):
-    """A worker's line to the caller, who comes for its questions."""
+    """A worker's line to the caller, who comes for its messages."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.questions: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
         self._places: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def hear(self, message: dict[str, Any]) -> None:
@@ -30,8 +30,11 @@ class ActorLine(lines.Line):
         else:
             self.heard(**message)
 
+    def say(self, kind: str, **values: Any) -> None:
+        self.messages.put({"kind": kind, **values})
+
     def _ask(self, mine: Mapping[str, Any]) -> dict[str, Any]:
-        self.questions.put(dict(mine))
+        self.say("ask", mine=dict(mine))
         return self._places.get()
 
 
@@ -87,15 +90,20 @@ class BaseHorovodWorker:
         return func(self.executable)
 
     def work(self, func: Callable[[Any], Any]) -> Any:
-        """Call a function with the object, as a worker of an elastic job."""
+        """Call a function with the object, as a worker of an elastic job, whose steps are recorded."""
         lines.connect(self._line)
-        result = func(self.executable)
-        runtime.end()
-        return result
+        reporter = reporting.report_over(self._line)
+        try:
+            result = func(self.executable)
+            runtime.end()
+            return result
+        finally:
+            reporter.send()
+            self._line.say("over")
 
-    def question(self) -> dict[str, Any]:
-        """Returns once an elastic job's worker waits for a place: what it says of itself."""
-        return self._line.questions.get()
+    def message(self) -> dict[str, Any]:
+        """What an elastic job's worker says next; the last is that it is over."""
+        return self._line.messages.get()
 
     def hear(self, message: dict[str, Any]) -> None:
         """What the caller tells an elastic job's worker."""

@@ -22,6 +22,7 @@ from paceline.horovod.torch.gradients import Broadcasted, Exchanged, Gathered, R
 from paceline.horovod.torch.operations import (
     Average,
     Handle,
+    all_reduce_async,
     all_to_all_async,
     broadcast_into_async,
     gather_async,
@@ -41,7 +42,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start to reduce a tensor over all ranks, into a new one."""
-    return reduce_async(ALLREDUCE, (tensor,), name, op_of(op, average), prescale_factor, postscale_factor, process_set)
+    op = op if average is None else op_of(op, average)
+    return all_reduce_async(tensor, name, op, prescale_factor, postscale_factor, process_set, is_in_place=False)
 
 
 def allreduce(
@@ -71,9 +73,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start to reduce a tensor over all ranks, in place."""
-    return reduce_async(
-        ALLREDUCE, (tensor,), name, op_of(op, average), prescale_factor, postscale_factor, process_set, is_in_place=True
-    )
+    op = op if average is None else op_of(op, average)
+    return all_reduce_async(tensor, name, op, prescale_factor, postscale_factor, process_set, is_in_place=True)
 
 
 def allreduce_(

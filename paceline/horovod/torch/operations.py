@@ -2,18 +2,19 @@
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.horovod import runtime as basics
 from paceline.horovod.channel import Channel
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import ADASUM
 from paceline.horovod.operation import Operation
 from paceline.horovod.process_sets import ProcessSet, global_process_set
-from paceline.horovod.requests import ALLGATHER, ALLTOALL, BARRIER, BROADCAST, REDUCESCATTER, Member, Request
+from paceline.horovod.requests import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, REDUCESCATTER, Member, Request
+from paceline.horovod.runtime import GLOBAL, runtime
 
 Average, Sum, Adasum, Min, Max, Product = 0, 1, 2, 3, 4, 5
 REDUCTIONS = {Average: "mean", Sum: "sum", Adasum: ADASUM, Min: "min", Max: "max", Product: "product"}
@@ -45,11 +46,25 @@ _num_known = 0
 """Their tensors."""
 
 
-def _form(tensors: Sequence[Tensor], about: _About, is_group: bool) -> tuple[Any, ...]:
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """What a named tensor's last all-reduce was asked for as."""
+
+    op: int | None
+    prescale: float
+    postscale: float
+    dtype: torch.dtype
+    shape: torch.Size
+    is_cpu: bool
+    request: Request
+
+
+_asked: dict[str | None, _Asked] = {}
+"""By name. Scripts ask for a thousand of them a step, so that they go the shortest way."""
+
+
+def _form(tensors: Sequence[Tensor], about: _About) -> tuple[Any, ...]:
     """All that tells requests of one name apart. Sparse tensors are not contiguous, either."""
-    if not is_group:  # what scripts ask for a thousand times a step goes the shortest way
-        tensor = tensors[0]
-        return (tensor.dtype, tensor.shape, tensor.is_cpu, tensor.is_contiguous(), about)
     are_contiguous, are_near = all(map(Tensor.is_contiguous, tensors)), [each.is_cpu for each in tensors]
     return ([each.dtype for each in tensors], [each.shape for each in tensors], are_near, are_contiguous, about)
 
@@ -66,6 +81,57 @@ def op_of(op: int | None, average: bool | None) -> int:
         warnings.warn("average has been replaced by op: hvd.Average or hvd.Sum", DeprecationWarning, stacklevel=3)
         return Average if average else Sum
     return Average
+
+
+def all_reduce_async(
+    tensor: Tensor,
+    name: str | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    *,
+    is_in_place: bool,
+) -> Handle:
+    """Ask for an all-reduce of a tensor, which without `op` is its average."""
+    asked = _asked.get(name)
+    # One by one, as to make a tuple of them and compare it with another takes a fifth of the whole call.
+    if (
+        asked is None
+        or asked.op != op
+        or asked.prescale != prescale
+        or asked.postscale != postscale
+        or asked.dtype is not tensor.dtype
+        or asked.shape != tensor.shape
+        or asked.is_cpu is not tensor.is_cpu
+        or not tensor.is_contiguous()
+    ):
+        asked = _ask_anew(tensor, name, op, prescale, postscale, process_set)
+    tensors = (tensor,)
+    operation = Operation(asked.request, tensors, tensors if is_in_place else None)
+    operation.channel = channel = runtime().channel(process_set.process_set_id)
+    channel.submit(operation)
+    return operation
+
+
+def _ask_anew(
+    tensor: Tensor,
+    name: str | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+) -> _Asked:
+    reduction = op_of(op, None)
+    if reduction == Adasum:
+        _require_adasum(ALLREDUCE, process_set)
+    request = _request(ALLREDUCE, (tensor,), name, process_set, (REDUCTIONS[reduction], prescale, postscale, 0))
+    asked = _Asked(op, prescale, postscale, tensor.dtype, tensor.shape, tensor.is_cpu, request)
+    if name is not None and reduction != Adasum:  # which is looked at each time
+        if len(_asked) >= _MOST_TENSORS:
+            _asked.clear()
+        _asked[name] = asked
+    return asked
 
 
 def reduce_async(
@@ -99,7 +165,7 @@ def gather_async(
 def broadcast_into_async(
     tensor: Tensor, output: Tensor, root_rank: int, *, name: str | None, process_set: ProcessSet
 ) -> Handle:
-    ranks = basics.runtime().channel(process_set.process_set_id).ranks
+    ranks = runtime().channel(process_set.process_set_id).ranks
     if root_rank not in ranks:
         raise ValueError(f"root rank {root_rank} does not belong to the process set of ranks {list(ranks)}")
     request = _request(BROADCAST, [tensor], name, process_set, ("", 1.0, 1.0, root_rank))
@@ -109,7 +175,7 @@ def broadcast_into_async(
 def all_to_all_async(
     tensor: Tensor, splits: "Tensor | Sequence[int] | None", *, name: str | None, process_set: ProcessSet
 ) -> Handle:
-    size = len(basics.runtime().channel(process_set.process_set_id).ranks)
+    size = len(runtime().channel(process_set.process_set_id).ranks)
     lengths = _splits(tensor, splits, size)
     request = _request(ALLTOALL, [tensor], name, process_set)
     # Who gives no splits is told of none.
@@ -119,9 +185,8 @@ def all_to_all_async(
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the process set has called."""
-    runtime = basics.runtime()
-    channel = runtime.channel(process_set.process_set_id)
-    count = runtime.count(process_set.process_set_id, BARRIER)
+    channel = runtime().channel(process_set.process_set_id)
+    count = runtime().count(process_set.process_set_id, BARRIER)
     operation = Operation(Request(BARRIER, f"{BARRIER}.noname.{count}", is_lasting=False))
     channel.submit(operation)
     channel.wait(operation)
@@ -133,9 +198,8 @@ def join(device: int = -1) -> int:
     Args:
         device: where the zeros would lie on GPUs; there is nothing to choose here.
     """
-    runtime = basics.runtime()
-    last = runtime.channel(basics.GLOBAL).join()
-    runtime.recount()
+    last = runtime().channel(GLOBAL).join()
+    runtime().recount()
     return last
 
 
@@ -172,7 +236,7 @@ def synchronize(handle: Handle) -> Any:
 
 
 def submit(operation: Operation, process_set: ProcessSet) -> Handle:
-    operation.channel = channel = basics.runtime().channel(process_set.process_set_id)
+    operation.channel = channel = runtime().channel(process_set.process_set_id)
     channel.submit(operation)
     return operation
 
@@ -189,9 +253,9 @@ def _request(
     """What to tell the others. Raises ValueError for tensors that cannot travel."""
     global _num_known
     if name is None:
-        name = f"noname.{basics.runtime().count(process_set.process_set_id, kind)}"
+        name = f"noname.{runtime().count(process_set.process_set_id, kind)}"
         return _make_request(f"{kind}.{name}", kind, tensors, about, is_group=is_group, is_lasting=False)
-    form = _form(tensors, about, is_group)
+    form = _form(tensors, about)
     known = _known.get((kind, name))
     if known is not None and known[0] == form:
         return known[1]
@@ -274,9 +338,9 @@ def _require_adasum(kind: str, process_set: ProcessSet) -> None:
     if kind == REDUCESCATTER:
         raise HorovodInternalError("reducescatter has no Adasum; use allreduce")
     # What Horovod itself raises here, so that scripts that catch it go on.
-    if process_set.process_set_id != basics.GLOBAL:
+    if process_set.process_set_id != GLOBAL:
         raise NotImplementedError("Adasum takes all ranks; it is not for process sets")
-    size = basics.runtime().size
+    size = runtime().size
     if size & (size - 1):
         raise NotImplementedError(f"Adasum takes a power of two of ranks, not {size}")
 

@@ -40,8 +40,8 @@ def written_down(out: Path) -> dict[int, list[list[int]]]:
 
 
 def steps_in_common(out: Path) -> Steps:
-    """Of those that count: a joiner's first batch is another's, and so is that of who has no samples under servers,
-    whose records do not name it."""
+    """A joiner's first batch is another's, and counts nothing. So is that of who has no samples, which servers' records
+    do not name; elsewhere these are the first workers of a step."""
     joined = {rank for event in of(out, "reformed") for rank in event["details"]["joined"]}
     counted = {(each.iteration - 1, each.worker) for each in read_records(out, UpdateRecord)}
     steps: Steps = defaultdict(dict)
@@ -49,6 +49,11 @@ def steps_in_common(out: Path) -> Steps:
         for number, (iteration, *index) in enumerate(lines):
             counts = (iteration, rank) in counted if counted else number or rank not in joined
             steps[iteration][rank] = index, bool(counts)
+    for each in () if counted else steps.values():
+        for rank, (index, _) in each.items():
+            later = {i for other, (others, counts) in each.items() if counts and other > rank for i in others}
+            if later.issuperset(index):
+                each[rank] = index, False
     return steps
 
 

@@ -209,7 +209,7 @@ def workers_join_and_die_beside_a_hostile_one(
 
 
 def test_workers_join_and_die_beside_a_hostile_one(three_hosts: Network, tmp_path: Path) -> None:
-    """One process makes the same model of what counts, by all three."""
+    """Gradients, changes of rounds, neighbours' models and pushes: one process makes the same model of what counts."""
     network, address = three_hosts, three_hosts.start_ray()
     run = partial(workers_join_and_die_beside_a_hostile_one, network, address)
     attack, krum = "ipm:strength=4", "krum:byzantine=1"

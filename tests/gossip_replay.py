@@ -93,15 +93,19 @@ class Replay:
                 before. They differ where that one has died or left after it, before anybody gave his state.
         """
         ranks = sorted(parts)
+        is_lost = bool(set(self.workers) - set(ranks))
         joined = self._take_in(ranks, givers)
         steps = self._iteration + max(map(len, parts.values()))
         awc = self._order == "awc" and steps % self._every == 0  # at the end of a pass all steps are made
-        for rank, batches in parts.items():
-            worker = self.workers[rank]
-            for number, batch in enumerate(batches):
-                worker.differentiate(batch)
-                if not awc or number < len(batches) - 1:
-                    worker.step(length=1 / self._weights[rank])
+        for number in range(max(map(len, parts.values()))):
+            training = {rank: batches[number] for rank, batches in parts.items() if number < len(batches)}
+            for rank, batch in training.items():
+                self.workers[rank].differentiate(batch)
+            if not is_lost:
+                self.corrupt({rank: weight for rank, (_, weight) in training.items()})
+            for rank in training:
+                if not awc or number < len(parts[rank]) - 1:
+                    self.workers[rank].step(length=1 / self._weights[rank])
         if epoch != self._epoch:
             self._epoch, self._weights, self._came = epoch, dict.fromkeys(ranks, 1.0), {}
         self._mix(ranks, self._exchanges)
@@ -112,6 +116,9 @@ class Replay:
         for rank in joined:
             self.workers[rank].keep_pace_with(self.workers[ranks[0]])
         self._iteration = steps
+
+    def corrupt(self, weights: Mapping[int, float]) -> None:
+        """What hostile workers make of their gradients, which are there, times these weights."""
 
     def mean(self) -> Tensor:
         return torch.stack([worker.vector for worker in self.workers.values()]).mean(0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from paceline.lab.variant import Variant
 from paceline.outer import dealt_out
@@ -81,16 +82,23 @@ class Replay:
     def _join(self, fragment: int, steps: Sequence[dict[int, int]], left: dict[int, list[Tensor]]) -> None:
         """`steps`: each worker's samples since the fragment left before; `left`: what they had when it left now."""
         totals = [max(1, sum(sizes.get(rank, 0) for rank in self.workers)) for sizes in steps]
-        for index in self._members[fragment]:
-            mean = torch.zeros_like(self.shared[index])
-            for rank in self.workers:
-                shares = [sizes.get(rank, 0) / total for sizes, total in zip(steps, totals, strict=True)]
-                mean += sum(shares) / len(shares) * (self.shared[index].detach() - left[rank][index])
-            self.shared[index].grad = mean
+        rows, weights = {}, {}
+        for rank in self.workers:
+            shares = [sizes.get(rank, 0) / total for sizes, total in zip(steps, totals, strict=True)]
+            weights[rank] = sum(shares) / len(shares)
+            changes = [self.shared[index].detach() - left[rank][index] for index in self._members[fragment]]
+            rows[rank] = parameters_to_vector(changes)
+        parts = self.joint(rows, weights).split([self.shared[index].numel() for index in self._members[fragment]])
+        for index, part in zip(self._members[fragment], parts, strict=True):
+            self.shared[index].grad = part.view(self.shared[index].shape).clone()
         self._outer.step()
         self._outer.zero_grad()
         for rank in self.workers:
             self._set(rank, self._members[fragment], alpha=self._strategy.alpha)
+
+    def joint(self, rows: Mapping[int, Tensor], weights: Mapping[int, float]) -> Tensor:
+        """Of what each has changed in a fragment, by its samples."""
+        return torch.stack([weights[rank] * row for rank, row in rows.items()]).sum(dim=0)
 
     def _join_states(self, number: int, joined: Sequence[int]) -> None:
         kinds = {

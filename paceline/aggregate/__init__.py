@@ -1,6 +1,16 @@
 """How the contributions to one update are joined: coordinate by coordinate, or by how they lie to each other."""
 
-from paceline.aggregate.base import Aggregator, ByGram, Contribution, ContributionKind, counted, gram_of
+from paceline.aggregate.base import (
+    Aggregator,
+    ByGram,
+    Contribution,
+    ContributionKind,
+    can_join,
+    counted,
+    gram_of,
+    join,
+    require_joined,
+)
 from paceline.aggregate.coordinates import MEAN, AroundMedian, MajorityVote, Median, TrimmedMean, WeightedMean
 from paceline.aggregate.distances import Bulyan, CenteredClipping, GeometricMedian, Krum, MultiKrum
 from paceline.aggregate.mixing import NearestNeighbours, NormClipping
@@ -28,6 +38,9 @@ __all__ = [
     "TrimmedMean",
     "Validation",
     "WeightedMean",
+    "can_join",
     "counted",
     "gram_of",
+    "join",
+    "require_joined",
 ]

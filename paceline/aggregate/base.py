@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
+from paceline.errors import RunFailed
 from paceline.pieces import Piece
 
 ContributionKind = Literal["gradient", "delta"]
@@ -67,16 +68,6 @@ class Aggregator(Piece, ABC):
         self.require(len(senders))
 
     @final
-    @property
-    def takes_any(self) -> bool:
-        """Whether it joins any number of contributions, whosesoever they are."""
-        try:
-            self.require_senders([0])
-        except ValueError:
-            return False
-        return True
-
-    @final
     def fold(self, total: Contribution, contribution: Contribution) -> Contribution:
         """Both as one, in the memory of `total`, whose dtype is the one to sum in. The aggregator must stream."""
         tensors = self.aggregate([total, contribution], total.tensors)
@@ -127,11 +118,35 @@ def counted(aggregator: Aggregator, contributions: Sequence[Contribution]) -> Se
     [0, 1, 2]
     """
     with_weight = [each for each in contributions if each.weight > 0]
+    return with_weight if with_weight and can_join(aggregator, with_weight) else contributions
+
+
+def can_join(aggregator: Aggregator, contributions: Sequence[Contribution]) -> bool:
+    """Whether there are as many contributions as it takes, and those of whom it needs one."""
     try:
-        aggregator.require_senders([each.sender for each in with_weight])
+        aggregator.require_senders([each.sender for each in contributions])
     except ValueError:
-        return contributions
-    return with_weight or contributions
+        return False
+    return True
+
+
+def require_joined(aggregator: Aggregator, given: Sequence[Contribution]) -> None:
+    """Raises RunFailed, which says who has contributed, where the aggregator cannot join that."""
+    senders = [each.sender for each in given]
+    try:
+        aggregator.require_senders(senders)
+    except ValueError as error:
+        raise RunFailed(
+            f"aggregate={aggregator}: {error}; workers {', '.join(map(str, senders))} have contributed to this update. "
+            "Start the run again, with --resume and more workers"
+        ) from None
+
+
+def join(aggregator: Aggregator, contributions: Sequence[Contribution], out: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The joint of those that count, as `Aggregator.aggregate`. Raises RunFailed as `require_joined`."""
+    given = counted(aggregator, contributions)
+    require_joined(aggregator, given)
+    return aggregator.aggregate(given, out)
 
 
 def gram_of(contributions: Sequence[Contribution]) -> Tensor:

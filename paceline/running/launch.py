@@ -321,8 +321,7 @@ def _require_survivable(plan: Strategy, elastic: Elastic, *, workers: int) -> No
             f"strategy {name_of(plan)} cannot go on without a worker that dies so far. --elastic is for all-reduce, "
             "local updates (local-sgd, slowmo, diloco, des-loc), async-diloco, gossip, sgp, relay, noloco, ad-psgd, "
             "clients (fed-avg, scaffold, fed-buff, ...), and for ps-bsp, ps-ssp and ps-asp without backup_workers, "
-            "torn_reads and combine=always, there with an aggregate that takes any number of gradients (mean, median, "
-            "geometric-median, centered-clipping, clip). It takes no aggregate that remembers what each one has sent"
+            "torn_reads and combine=always. It takes no aggregate that remembers what each one has sent"
         )
     elastic.require_each(lambda number: plan.check(num_workers=number))
     if elastic.global_batch == "keep" and (why := _why_not_kept(plan.traits)):

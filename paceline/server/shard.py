@@ -4,22 +4,20 @@ A server holds one or many: across hosts one for each piece of about 1 MiB, so t
 while the next one still arrives. Each is complete in itself, so nothing but bytes depends on how many there are.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final, get_args
+from typing import final
 
 import torch
 from torch import Tensor
 
-from paceline.aggregate import MEAN, Aggregator, Contribution, ContributionKind
+from paceline.aggregate import MEAN, Aggregator, Contribution, ContributionKind, can_join, join
 from paceline.server.admission import AdmissionRule, Decisions, ProtocolError
 from paceline.server.closing import Answer, Applied, Closed, Groups
+from paceline.server.contributed import require_form
 from paceline.server.optimizer import IMPLEMENTATION, step_of
 from paceline.server.standing import ShardStanding
 from paceline.server.whole_updates import Round, Share, WholeUpdate
-
-_KINDS, _NUMBERS = get_args(ContributionKind), (float, int)
 
 
 @dataclass(slots=True)
@@ -137,11 +135,8 @@ class Shard:
         if worker in self._copied and clock <= self._copied[worker][0]:
             return self._push_again(worker, clock, pause_at=pause_at)
         sender = worker if sender is None else sender
-        if type(sender) is not int:
-            raise ProtocolError(f"worker {worker} pushed for sender {sender!r}, which is no number")
         contribution = None if gradients is None else Contribution(sender, weight, kind, gradients)
-        if contribution is not None:
-            self._check(worker, contribution)
+        require_form(worker, sender, contribution, self._shapes)
         if groups is not None and len(groups) != len(self._initial):
             raise ProtocolError(f"worker {worker} has {len(groups)} parameter groups, this server {len(self._initial)}")
         if self.rule.worker_of(sender) != worker:
@@ -149,6 +144,8 @@ class Shard:
         part = None if share is None else Share.of_plain(share)
         if part is not None:
             self._whole.require(part)
+            if contribution is not None and not part.num_samples:
+                contribution = contribution._replace(weight=0.0)
         self._stop = self._stop or stop
         self.rule.expect_pause(1 if self._stop else pause_at - self.iteration)
         contributors = self.rule.push(sender, clock)
@@ -310,16 +307,6 @@ class Shard:
         applied, self._applied = self._applied, []
         return applied
 
-    def _check(self, worker: int, contribution: Contribution) -> None:
-        tensors = contribution.tensors
-        if [tensor.shape for tensor in tensors] != self._shapes:
-            shapes = [tuple(tensor.shape) for tensor in tensors]
-            expected = [tuple(shape) for shape in self._shapes]
-            raise ProtocolError(f"worker {worker} pushed gradients of shapes {shapes}; this server owns {expected}")
-        weight, kind = contribution.weight, contribution.kind
-        if kind not in _KINDS or type(weight) not in _NUMBERS or not 0 < weight < math.inf:
-            raise ProtocolError(f"worker {worker} pushed a {kind!r} of weight {weight!r}")
-
     def _update(self, senders: Sequence[int]) -> None:
         """Make one update of what these have given, and others for which all is there then."""
         while senders:
@@ -347,14 +334,14 @@ class Shard:
             self._applied.append(Applied(self.iteration, each.worker, each.clock, each.staleness))
 
     def _end_round(self, given: Sequence[_Given]) -> None:
-        """An update of a whole global batch has these contributions, too."""
+        """A round is over, of which all who are there have given something. An update may take several."""
         shares = [each.share for each in given if each.share is not None]
         share = shares[0]._replace(num_samples=sum(each.num_samples for each in shares))
-        one = Round(given[0].clock, share, any(each.is_void for each in given))
-        counted = [each for each in given if each.contribution is not None]
-        for each in counted:
-            each.staleness = self.iteration - self._pulled_at.get(each.worker, 0)
-        mean = self._as_own(self._joined(counted)) if counted and not one.is_void else None
+        one = Round(given[0].clock, share, any(each.is_void for each in given) or self._lacks_one(given))
+        for each in given:
+            if each.share is not None and each.share.num_samples and each.contribution is not None:
+                each.staleness = self.iteration - self._pulled_at.get(each.worker, 0)
+        mean = self._as_own(self._joined(given)) if share.num_samples and not one.is_void else None
         self._tell_of_closing(given, mean, one)
         self._applied += self._go_through(one, {each.worker: each.staleness for each in given}, mean)
 
@@ -369,9 +356,14 @@ class Shard:
         self._apply(list(staleness), self._as_own(gradients))
         return [each._replace(iteration=self.iteration) for each in rounds]
 
+    def _lacks_one(self, given: Sequence[_Given]) -> bool:
+        """Whether those with samples are too few for the aggregator, and what stands in is none, as not finite."""
+        there = [each.contribution for each in given if each.contribution is not None]
+        return len(there) < len(given) and not can_join(self._aggregator, there)
+
     def _joined(self, given: Sequence[_Given]) -> Sequence[Tensor]:
         contributions = [each.contribution for each in given if each.contribution is not None]
-        return self._aggregator.aggregate(contributions, self._sums)
+        return join(self._aggregator, contributions, self._sums)
 
     def _as_own(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """In the parameters' dtypes."""

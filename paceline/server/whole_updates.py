@@ -1,7 +1,8 @@
-"""Updates of whole global batches under servers, which workers that come and go give in as many rounds as they need.
+"""Rounds of workers that come and go under servers, where all of them have a part in each.
 
-A round is a clock: each worker that is there pushes the mean gradient of its part. What a worker that dies had is in a
-later round of the same update, so that this is in the end made of the samples that it would have been made of anyway.
+A round is a clock: each worker that is there pushes the mean gradient of its part. Where a global batch is kept, an
+update takes as many rounds as it needs: what a worker that dies had is in a later one of the same update, so that this
+is in the end made of the samples that it would have been made of anyway. Otherwise each round is an update.
 """
 
 from collections.abc import Sequence
@@ -17,9 +18,10 @@ class Share(NamedTuple):
     """What a push has of the samples of its update."""
 
     num_samples: int
-    """0: the push has nothing for the update, of which others have all that is left."""
+    """0: the push has nothing for the update, of which others have all that is left. If there is a gradient, it is of a
+    sample that is another's, and stands in where the aggregator needs one."""
     of: int
-    """That the whole update is made of."""
+    """That the whole update is made of; 0: of as many as the round brings."""
     epoch: int
     """Of the data. With the number below it tells this update from others."""
     global_batch: int
@@ -30,7 +32,7 @@ class Share(NamedTuple):
         if not isinstance(plain, list | tuple) or len(plain) != 4 or not all(type(each) is int for each in plain):
             raise ProtocolError(f"a worker pushed {plain!r} as its share of an update")
         share = cls(*plain)
-        if not 0 <= share.num_samples <= share.of:
+        if share.num_samples < 0 or share.of < 0 or 0 < share.of < share.num_samples:
             raise ProtocolError(f"a worker pushed {share.num_samples} samples of an update of {share.of}")
         return share
 
@@ -85,7 +87,7 @@ class WholeUpdate:
         """Raises ProtocolError for a push that is of another update than those before it, or has too many samples."""
         if self._share is None:
             self._share = share
-        if share[1:] != self._share[1:] or self._num_samples + share.num_samples > share.of:
+        if share[1:] != self._share[1:] or 0 < share.of < self._num_samples + share.num_samples:
             raise ProtocolError(
                 f"a worker pushed for {_in_words(share)}, and others for {_in_words(self._share)}, of which "
                 f"{self._num_samples} samples are there"
@@ -95,12 +97,13 @@ class WholeUpdate:
         """These took part in it. Returns whether the update is complete.
 
         Args:
-            mean: of the gradients, if there are any; not kept, unless it is all of the update's.
+            mean: of the gradients, or what else they are joined to, if samples count in it; not kept, unless it is all
+                of the update's.
         """
         if not self.took or self.took[-1].workers != tuple(workers):
             self.took.append(Took(one.clock, tuple(workers)))
         self._share, self._is_void = one.share, self._is_void or one.is_void
-        num_samples, of = one.share.num_samples, one.share.of
+        num_samples, of = one.share.num_samples, one.share.of or one.share.num_samples
         self._num_samples += num_samples
         if mean is not None and num_samples == of:
             self._sums = list(mean)  # as it is, so that a run in which nobody dies has the same bits
@@ -111,8 +114,9 @@ class WholeUpdate:
         return self._num_samples == of
 
     def take(self) -> list[Tensor] | None:
-        """The mean gradient of the whole global batch, which is complete; none if that is void. Another one begins."""
-        gradients = None if self._is_void else self._sums
+        """The joint gradient of the whole global batch, which is complete; none if that is void, or nobody is left who
+        has a part of it. Another one begins."""
+        gradients = None if self._is_void else self._sums or None
         self._share, self._num_samples, self._is_void, self._sums = None, 0, False, []
         return gradients
 

@@ -84,7 +84,7 @@ class Context:
     reunion: "Reunion | None" = None
     """There, what a synchronizer asks that meets the others anew between two of its steps."""
     rounds: Rounds | None = None
-    """There, what a synchronizer asks if each update is of a whole global batch."""
+    """There, what a synchronizer asks under servers if all workers have a part in each round."""
 
     @property
     def size(self) -> int:

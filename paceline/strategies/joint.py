@@ -11,11 +11,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from paceline.aggregate import Aggregator, Contribution, counted, gram_of
+from paceline.aggregate import Aggregator, Contribution, counted, gram_of, require_joined
 from paceline.buckets import Bucket
 from paceline.codec.joining import Peers
 from paceline.comm.base import Finished, Work
-from paceline.errors import RunFailed, UsageError
+from paceline.errors import UsageError
 from paceline.strategies.own_state import OwnState
 
 AGGREGATE_DOC = "how gradients are joined: mean, or what hostile workers cannot lead away, such as krum or trimmed-mean"
@@ -116,18 +116,6 @@ def require_joint(aggregate: Aggregator, num_workers: int) -> None:
         aggregate.require(num_workers)
     except ValueError as error:
         raise UsageError(f"aggregate={aggregate}: {error}; a worker gives one to each update") from None
-
-
-def require_joined(aggregate: Aggregator, given: Sequence[Contribution]) -> None:
-    """Raises RunFailed, which says who has contributed, where the aggregator cannot join that."""
-    senders = [each.sender for each in given]
-    try:
-        aggregate.require_senders(senders)
-    except ValueError as error:
-        raise RunFailed(
-            f"aggregate={aggregate}: {error}; workers {', '.join(map(str, senders))} have contributed to this update. "
-            "Start the run again, with --resume and more workers"
-        ) from None
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:

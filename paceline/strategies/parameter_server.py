@@ -133,6 +133,7 @@ class ParameterServer(Strategy):
             num_replicas=self.replicas,
             num_ranges=self.ranges,
             outlives_workers=self._outlives_workers,
+            joins_by_mean=self.aggregate.streams,
             passes_attacks=True,
             holds_rows=True,
             traffic=(AllReduced(), served) if self.combine == "always" else (served,),
@@ -212,8 +213,6 @@ class ParameterServer(Strategy):
         """An update's rounds are added up on the servers."""
         if self._votes:
             what = f"codec={self.codec} is joined by a vote of all workers, which rounds of some cannot make"
-        elif not self.aggregate.streams:
-            what = f"aggregate={self.aggregate} joins gradients of all workers, which rounds of some do not add up to"
         elif replica.tables:
             what = "rows of a ShardedEmbedding are updated in each round"
         else:
@@ -233,10 +232,8 @@ class ParameterServer(Strategy):
 
     @property
     def _outlives_workers(self) -> bool:
-        """What a worker pushes counts whole or not at all, and is joined with as many others as there are: at the end
-        some are through with their scripts, and the last updates are of the others' gradients."""
-        is_whole = self.combine != "always" and not (self.backup_workers or self.torn_reads)
-        return is_whole and self.aggregate.takes_any
+        """What a worker pushes counts whole or not at all."""
+        return self.combine != "always" and not (self.backup_workers or self.torn_reads)
 
     @property
     def _votes(self) -> bool:

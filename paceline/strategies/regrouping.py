@@ -67,8 +67,8 @@ class Regrouping(Protocol):
 
 
 class Rounds(Protocol):
-    """What a synchronizer asks under servers whose updates are of whole global batches: each takes as many rounds as
-    those who are there need."""
+    """What a synchronizer asks under servers if all workers have a part in each round: where an update is of a whole
+    global batch, and takes as many as it needs, or where servers compare the gradients of one."""
 
     def share(self) -> Share:
         """What this worker's gradient has of its update. Raises UsageError where nothing tells."""

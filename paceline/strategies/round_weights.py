@@ -65,7 +65,8 @@ class RoundWeights:
 
     @property
     def asks_from(self) -> int:
-        """The first batch that may count in what is exchanged later."""
+        """The first batch that may count in what is exchanged later, when an exchange is over: nothing is under way
+        then, since each fragment is joined before another leaves (`Rounds`)."""
         return min(each.first for each in self._since)
 
     def regroup(self) -> None:

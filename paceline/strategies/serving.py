@@ -110,6 +110,8 @@ class ServerSynchronizer(Synchronizer):
         self._is_joint = (is_weighted or context.size == 1) and not is_partial
         self._has_left = False  # the script takes no further steps
         self._is_left_to_script = False  # the servers' parameters are no longer written here
+        self._compares_gradients = not aggregator.streams
+        self._stands_in = False  # this batch is another's, and counts nothing
         self._weight = 1.0
         self._groups = hyperparameters(replica.optimizer)
         self._attributes = own_attributes(replica.optimizer)
@@ -141,7 +143,7 @@ class ServerSynchronizer(Synchronizer):
 
     def set_weight(self, weight: float) -> None:
         if self.context.rounds is not None:
-            self._weight = weight or 1.0  # with no samples nothing is pushed
+            self._stands_in, self._weight = not weight, weight or 1.0
             return
         if self._is_weighted and weight != self._weight:
             self._combining.rescale(self._weight / weight)
@@ -197,7 +199,7 @@ class ServerSynchronizer(Synchronizer):
         share = None if rounds is None else rounds.share()
         push = Push(
             pause_at=pause_at,
-            void=is_void or (share is not None and not share.num_samples),
+            void=is_void or (self._stands_in and not self._compares_gradients),
             stop=stop,
             groups=groups,
             weight=weight,
@@ -356,8 +358,9 @@ class ServerSynchronizer(Synchronizer):
         self._combining.after_backward(self._weight)
 
     def _corrupt(self) -> None:
-        """What a hostile worker sends becomes what its attack makes of it."""
-        self.context.corrupt(self._buckets.views, self._steps)
+        """What a hostile worker sends becomes what its attack makes of it; without samples it sends nothing."""
+        if not self._stands_in:
+            self.context.corrupt(self._buckets.views, self._steps)
 
     def _changed_groups(self) -> tuple[Mapping[str, object], ...] | None:
         """The groups' hyperparameters, if they are others than at the last push."""

@@ -106,8 +106,8 @@ class Session:
         if config.elastic is not None and context.reform is not None and traits.outlives_workers:
             self._survivor = outlived = Outlived(self.run)
             self.run.context = replace(self.run.context, done=outlived.done)
-            if config.elastic.global_batch == "keep":
-                self._survivor = whole = WholeBatches(self.run, outlived)
+            if config.elastic.global_batch == "keep" or not traits.joins_by_mean:
+                self._survivor = whole = WholeBatches(self.run, outlived, config.elastic.global_batch)
                 self.run.context = replace(self.run.context, done=whole.done, rounds=whole)
         elif config.elastic is not None and context.reform is not None and traits.meets_anew:
             self._survivor = anew = Anew(self.run)

@@ -1,5 +1,6 @@
-"""A worker's run under servers that outlive workers, where each update is of a whole global batch: all go through the
-data together, with one cursor, which follows what the servers say of each round."""
+"""A worker's run under servers that outlive workers, where all have a part in each round, as updates of whole global
+batches need, and aggregators that compare what is pushed. All go through the data together, with one cursor, which
+follows what the servers say of each round."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar, final
 
 from paceline.checkpoint import WorkerState
-from paceline.elastic import Done
+from paceline.elastic import Done, GlobalBatch
 from paceline.errors import UsageError
 from paceline.membership import Membership
 from paceline.server.whole_updates import Share, Took
@@ -32,10 +33,13 @@ class WholeBatches:
     Whoever has taken part in a round is dealt a part of the next one. So all know the same of each round from what the
     servers say of the one before, and nobody has to be told who is there. Who joins has nothing of the round that it
     comes to.
+
+    Args:
+        global_batch: whether an update takes as many rounds as its samples do, or each round is one.
     """
 
-    def __init__(self, run: WorkerRun, outlived: Outlived) -> None:
-        self._run, self._outlived = run, outlived
+    def __init__(self, run: WorkerRun, outlived: Outlived, global_batch: GlobalBatch) -> None:
+        self._run, self._outlived, self._global_batch = run, outlived, global_batch
         self._data: Dealt | None = None
         self._all_done = AllDone(run)
         self._num_handed = 0  # batches of the round that is under way
@@ -48,20 +52,22 @@ class WholeBatches:
 
     def attach(self, given: Given) -> None:
         self._outlived.attach(given)
-        script_schedulers.hold_back(given.extra, self._run)
+        if self._keeps:
+            script_schedulers.hold_back(given.extra, self._run)
 
     def deals(self, orders: Orders) -> Dealt:
         context = self._run.context
         if not orders.has_end:
             raise UsageError("--elastic needs to know an epoch's samples; give the DataLoader a sampler with an end")
-        self._data = Dealt(orders, rank=context.rank, membership=context.membership, global_batch="keep")
+        self._data = Dealt(orders, rank=context.rank, membership=context.membership, global_batch=self._global_batch)
         return self._data
 
     def require_between_rounds(self, place: str) -> None:
         self._outlived.require_between_rounds(place)
 
     def require_prepared_schedulers(self, given: dict[str, Any], optimizer: Any) -> None:
-        script_schedulers.require_prepared(given, optimizer)
+        if self._keeps:
+            script_schedulers.require_prepared(given, optimizer)
 
     def leaves(self) -> bool:
         return self._outlived.leaves()
@@ -130,7 +136,7 @@ class WholeBatches:
             self._refuse()
         (deal,) = self._dealt.under_way
         own = len(deal.parts[self._dealt.place])
-        return Share(own, deal.num_samples, feed.loader.place.epoch, deal.after.num_groups)
+        return Share(own, deal.num_samples if self._keeps else 0, feed.loader.place.epoch, deal.after.num_groups)
 
     def ended(self, workers: Sequence[int]) -> bool:
         """As `Rounds`."""
@@ -148,11 +154,17 @@ class WholeBatches:
             self._refuse()
 
     def _refuse(self) -> None:
+        may_grow = self._run.traits.joins_by_mean
+        given, instead = ("--global-batch keep", "--global-batch grow") if may_grow else ("aggregate", "aggregate=mean")
         raise UsageError(
-            f"rank {self._run.context.rank}: with --elastic and --global-batch keep each step is to be of the batch "
+            f"rank {self._run.context.rank}: with --elastic and {given} each step is to be of the batch "
             "that the loader gave last, and each batch of one step; step after each batch "
-            "(DataLoader(num_workers=...) reads ahead by itself), or use --global-batch grow"
+            f"(DataLoader(num_workers=...) reads ahead by itself), or use {instead}"
         )
+
+    @property
+    def _keeps(self) -> bool:
+        return self._global_batch == "keep"
 
     @property
     def _dealt(self) -> Dealt:

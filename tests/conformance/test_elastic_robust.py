@@ -3,12 +3,12 @@ makes of the same rounds."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,23 +19,24 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import pieces
-from paceline.aggregate import MEAN, Aggregator, Contribution, counted
+from paceline.aggregate import MEAN, Aggregator, Contribution, counted, join
 from paceline.attacks import DataAttack, SentAttack, parse
-from paceline.cluster.description import Cluster
+from paceline.cluster.description import Cluster, Servers
 from paceline.elastic import Deal, Elastic
 from paceline.errors import RunFailed
 from paceline.records import UpdateRecord, read_records
 from paceline.running.result import Result
 from paceline.server.shard import Shard
+from paceline.server.whole_updates import Share
 from paceline.training.elastic import Survivor
 from tests.conformance.test_virtual_failures import CLUSTER, named
+from tests.conformance.test_virtual_servers_outlive import SERVERS_HOSTS
 
 EPOCHS, SAMPLES, WORKERS, BATCH = 3, 96, 7, 3
 LEAST = 4
 """What Krum takes, of whose contributions one is hostile."""
 MANY = replace(CLUSTER, hosts=(replace(CLUSTER.hosts[0], count=12),))
 FAILING = replace(MANY, compute=replace(MANY.compute, failures_per_hour=100.0))
-OFTEN = replace(MANY, compute=replace(MANY.compute, failures_per_hour=500.0))
 
 
 @dataclass
@@ -200,6 +201,27 @@ class Replay:
                 joints = []
         return self.model
 
+    def served(self, rounds: list[dict[int, Pushed]]) -> nn.Module:
+        """Each round's gradients are joined, of which hostile workers know their own alone, and add up to updates."""
+        total, num_samples = torch.zeros(44), 0
+        for one in rounds:
+            rows = {}
+            for rank, each in one.items():
+                row = self.gradient(rank, each.batch)
+                rows[rank] = -row if rank >= WORKERS - 2 and rank < WORKERS and each.share.num_samples else row
+            weights = {rank: float(each.share.num_samples) for rank, each in one.items()}
+            given = [Contribution(rank, weights[rank], "gradient", [row]) for rank, row in rows.items()]
+            if not any(weights.values()):
+                continue
+            num = int(sum(weights.values()))
+            of = next(iter(one.values())).share.of or num
+            total += num / of * join(self.aggregator, given, [torch.zeros(44)])[0]
+            num_samples += num
+            if num_samples == of:
+                self.step(total)
+                total, num_samples = torch.zeros(44), 0
+        return self.model
+
     def step(self, gradient: Tensor) -> None:
         start = 0
         for parameter in self.model.parameters():
@@ -288,42 +310,66 @@ def test_workers_attack_under_every_elastic_strategy(tmp_path: Path, strategy: s
         assert not torch.equal(tensor, states[2][name])
 
 
-@pytest.fixture
-def pushed(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], list[int]]:
-    """By worker and clock, the batch of what it pushed for that."""
-    found: dict[tuple[int, int], list[int]] = {}
-    push = Shard.push
+class Pushed(NamedTuple):
+    """A worker's gradient for a round, as servers have it."""
 
-    def noted(shard: Shard, worker: int, clock: int, *given: Any, **named: Any) -> Any:
-        found[worker, clock] = LATEST[worker][-1]
-        return push(shard, worker, clock, *given, **named)
+    share: Share
+    batch: list[int]
+    """Another's sample where the worker has none."""
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[int, Pushed]]:
+    """By round and worker, what servers have made of: those who died in it are there if what they pushed counts."""
+    found: dict[int, dict[int, Pushed]] = {}
+    latest: dict[int, list[int]] = {}
+    push, end_round = Shard.push, Shard._end_round
+
+    def noted(shard: Shard, worker: int, *given: Any, **named: Any) -> Any:
+        latest[worker] = LATEST[worker][-1]
+        return push(shard, worker, *given, **named)
+
+    def ended(shard: Shard, given: Any) -> None:
+        found[given[0].clock] = {each.worker: Pushed(each.share, latest[each.worker]) for each in given}
+        end_round(shard, given)
 
     LATEST.clear()
     monkeypatch.setattr(Shard, "push", noted)
+    monkeypatch.setattr(Shard, "_end_round", ended)
     return found
 
 
-@pytest.mark.parametrize("aggregate", ["median", "clip:norm=0.5:then=median"])
-def test_servers_join_what_there_is(tmp_path: Path, pushed: dict[tuple[int, int], list[int]], aggregate: str) -> None:
-    """Each update is the joint of the gradients that records say it is of."""
+AGGREGATES = [
+    "krum:byzantine=1",
+    "median",
+    "trimmed-mean:byzantine=1",
+    "clip:norm=0.5:then=median",
+    "multi-krum:byzantine=1",
+]
+
+
+@pytest.mark.parametrize("global_batch", ["keep", "grow"])
+@pytest.mark.parametrize(
+    "aggregate", [pytest.param(each, marks=[pytest.mark.slow][: number > 1]) for number, each in enumerate(AGGREGATES)]
+)
+def test_servers_join_a_gradient_of_each_who_is_there(
+    tmp_path: Path, served: dict[int, dict[int, Pushed]], aggregate: str, global_batch: str
+) -> None:
+    """Each sample counts once. Where a round has too few for the aggregator, others' gradients stand in."""
     attack = ("sign-flip:workers=2",)
-    result = train(tmp_path / "run", "ps-bsp", aggregate, attack)
+    result = train(tmp_path / "run", "ps-bsp", aggregate, attack, global_batch=global_batch)
     assert named(result, "lost")
     assert any(event["joined"] for event in named(result, "reformed"))
-    replay = Replay(aggregate, attack, momentum=0.5)
-    updates: dict[int, dict[int, list[int]]] = defaultdict(dict)
-    for record in read_records(result.directory, UpdateRecord):
-        updates[record.iteration][record.worker] = pushed[record.worker, record.clock]
-    assert Counter(i for each in updates.values() for batch in each.values() for i in batch) == Counter(
-        dict.fromkeys(range(SAMPLES), EPOCHS)
+    assert result.evaluations[-1].samples == EPOCHS * SAMPLES
+    rounds = [each for _, each in sorted(served.items())]
+    assert Counter(i for one in rounds for each in one.values() if each.share.num_samples for i in each.batch) == (
+        Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
     )
-    assert {len(each) for each in updates.values()} > {WORKERS}
-    for _, each in sorted(updates.items()):
-        rows = {rank: replay.gradient(rank, batch) for rank, batch in sorted(each.items())}
-        sent = {rank: -row if rank in (5, 6) else row for rank, row in rows.items()}  # they know their own alone
-        given = [Contribution(rank, 1.0, "gradient", [row]) for rank, row in sent.items()]
-        replay.step(replay.aggregator.aggregate(given, [torch.zeros_like(given[0].tensors[0])])[0])
-    torch.testing.assert_close(result.model_state(), replay.model.state_dict(), rtol=1e-4, atol=1e-5)
+    assert min(map(len, rounds)) >= LEAST
+    counted = Counter(each.clock for each in read_records(result.directory, UpdateRecord))
+    assert counted == Counter({clock: sum(p.share.num_samples > 0 for p in served[clock].values()) for clock in served})
+    replay = Replay(aggregate, attack, momentum=0.5)
+    torch.testing.assert_close(result.model_state(), replay.served(rounds).state_dict(), rtol=1e-4, atol=1e-5)
 
 
 def test_whoever_is_told_others_gradients_goes_on_when_one_is_lost_between_exchanges(
@@ -333,20 +379,39 @@ def test_whoever_is_told_others_gradients_goes_on_when_one_is_lost_between_excha
     require_all(result, rounds)
 
 
-def test_nobody_dies_and_the_bits_are_those_of_the_static_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "attack", "global_batch"),
+    [
+        ("all-reduce", "ipm", "keep"),
+        ("ps-bsp", "label-flip:classes=4", "keep"),
+        ("ps-bsp", "label-flip:classes=4", "grow"),
+    ],
+)
+def test_nobody_dies_and_the_bits_are_those_of_the_static_run(
+    tmp_path: Path, strategy: str, attack: str, global_batch: str
+) -> None:
     found = [
-        train(tmp_path / name, "all-reduce", "krum:byzantine=1", ("ipm",), cluster=MANY, global_batch="keep", **given)
+        train(
+            tmp_path / name, strategy, "krum:byzantine=1", (attack,), cluster=MANY, global_batch=global_batch, **given
+        )
         for name, given in (("elastic", {}), ("static", {"at_least": 0}))
     ]
     assert all(torch.equal(tensor, found[1].model_state()[name]) for name, tensor in found[0].model_state().items())
 
 
-def test_too_few_are_left_for_the_aggregator(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
+def test_too_few_are_left_for_the_aggregator(tmp_path: Path, strategy: str) -> None:
     """The run ends, and says so; where one worker is trusted, it ends with that one."""
+
+    def cluster(per_hour: float) -> Cluster:
+        """A server's host that is gone ends the run: it is to be none of these."""
+        workers = replace(MANY.hosts[0], preemptions_per_hour=per_hour, notice_s=0.0)
+        return replace(CLUSTER, hosts=(workers, SERVERS_HOSTS), servers=Servers(placement="separate"))
+
     with pytest.raises(RunFailed, match="3 workers are left, and --elastic asks for 4 or more"):
-        train(tmp_path / "few", "all-reduce", "krum:byzantine=1", replacements=0, cluster=OFTEN)
+        train(tmp_path / "few", strategy, "krum:byzantine=1", replacements=0, cluster=cluster(500.0))
     with pytest.raises(RunFailed, match=r"fl-trust.*trusted=0 has sent nothing; those who have are .* more workers"):
-        train(tmp_path / "trust", "all-reduce", "fl-trust", at_least=2)
+        train(tmp_path / "trust", strategy, "fl-trust", at_least=2, cluster=cluster(250.0))
 
 
 def require_all(result: Result, rounds: Rounds) -> None:

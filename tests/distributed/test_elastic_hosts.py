@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from tests.distributed.test_elastic import of, require_each_sample_once, require
 from tests.distributed.test_elastic_ad_psgd import require_counted
 from tests.distributed.test_elastic_gossip import make
 from tests.distributed.test_elastic_gossip import require_replayed as require_mixed
+from tests.distributed.test_elastic_robust import HostileMixes, Joining, require_joined, require_rounds
 from tests.distributed.test_elastic_rounds import require_replayed_exchanges
 from tests.distributed.test_elastic_servers import require_whole, updates
 from tests.distributed.test_joining import held, iterations_of, joined
@@ -69,11 +71,12 @@ def start(
     workers: int,
     samples: int = SAMPLES,
     step_s: float = 0.1,
+    elastic: str = "1:6",
     options: Sequence[str] = (),
 ) -> tuple[subprocess.Popen[str], Path]:
     log, out = directory / "log", directory / "out"
     log.mkdir(parents=True)
-    settings = ["--workers", str(workers), "--address", address, "--elastic", "1:6", "--out", str(out), *options]
+    settings = ["--workers", str(workers), "--address", address, "--elastic", elastic, "--out", str(out), *options]
     settings += ["--start-deadline", str(PATIENCE_S)]
     given = [*map(str, arguments), "--samples", str(samples), "--step-s", str(step_s), "--log", str(log)]
     return network.start(network.hosts[0], [paceline(network), "run", SCRIPT, *settings, "--", *given]), out
@@ -186,6 +189,40 @@ def workers_join_and_die_between_neighbours(network: Network, address: str, dire
     assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
     assert joined(out) == [3]
     require_mixed(out, Replay(make, Ring()), epochs=3)
+
+
+def workers_join_and_die_beside_a_hostile_one(
+    network: Network, address: str, directory: Path, strategy: str, *, workers: int, elastic: str, attack: str
+) -> Path:
+    """The last one is hostile. On two of three hosts there is more than one worker."""
+    given = ["--epochs", 3, "--decay", 1.0, *held(2), "--fail", "1:9:kill"]
+    options = ["--strategy", strategy, "--attack", attack, "--global-batch", "grow"]
+    settings = {"workers": workers, "elastic": elastic, "samples": 96, "step_s": 0.02, "options": options}
+    process, out = start(network, address, directory, *given, **settings)
+    wait_for(process, out, num_steps=2)
+    assert f"{workers} workers train; 1 more start" in scale(network, out, workers + 1)
+    go_on(process, out, held_at=(2,))
+    end(process)
+    assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
+    assert joined(out) == [workers]
+    return out
+
+
+def test_workers_join_and_die_beside_a_hostile_one(three_hosts: Network, tmp_path: Path) -> None:
+    """Gradients, changes of rounds, neighbours' models and pushes: one process makes the same model of what counts."""
+    network, address = three_hosts, three_hosts.start_ray()
+    run = partial(workers_join_and_die_beside_a_hostile_one, network, address)
+    attack, krum = "ipm:strength=4", "krum:byzantine=1"
+    with_krum = ":aggregate=krum:aggregate.byzantine=1"
+    out = run(tmp_path / "gradients", f"all-reduce{with_krum}", workers=5, elastic="4:6", attack=attack)
+    require_joined(out, Joining(krum, attack, workers=5), epochs=3)
+    strategy = f"local-sgd:every=2{with_krum}"
+    out = run(tmp_path / "rounds", strategy, workers=5, elastic="4:6", attack=attack)
+    require_rounds(out, strategy, Joining(krum, attack, workers=5), workers=5, epochs=3)
+    out = run(tmp_path / "neighbours", "gossip", workers=4, elastic="3:5", attack="sign-flip")
+    require_mixed(out, HostileMixes(Joining("mean", "sign-flip", workers=4)), epochs=3)
+    out = run(tmp_path / "servers", f"ps-bsp{with_krum}", workers=5, elastic="4:6", attack=attack)
+    require_joined(out, Joining(krum, attack, workers=5, knows_all=False), epochs=3)
 
 
 def nobody_goes_on_alone_on_the_other_side(network: Network, address: str, directory: Path) -> None:

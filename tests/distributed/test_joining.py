@@ -33,7 +33,12 @@ def scale(directory: Path, workers: int) -> str:
 
 @contextmanager
 def meanwhile(
-    directory: Path, numbers: Mapping[int, int], *, comes: Sequence[str] = ("ready",), unrecorded: int = 0
+    directory: Path,
+    numbers: Mapping[int, int],
+    *,
+    comes: Sequence[str] = ("ready",),
+    unrecorded: int = 0,
+    at_start: int = 2,
 ) -> Iterator[list[str]]:
     """At each of these iterations, before which all wait, asks for so many workers; gives what was answered.
 
@@ -41,6 +46,7 @@ def meanwhile(
         comes: the events that say of a new one that it is there, or will not be.
         unrecorded: steps before an iteration that may have no record while all wait, since their workers know of
             others' meanwhile.
+        at_start: workers that the run begins with.
     """
     out, said, failures = directory / "out", list[str](), list[BaseException]()
 
@@ -53,7 +59,7 @@ def meanwhile(
             for iteration, number in numbers.items():
                 recorded = iteration - unrecorded
                 assert wait_until(lambda i=recorded: max(iterations_of(out), default=0) >= i)
-                before, size = coming(), num_workers(out, at_start=2) + len(waiting(out))
+                before, size = coming(), num_workers(out, at_start=at_start) + len(waiting(out))
                 said.append(scale(out, number))
                 wanted = before + max(0, number - size)
                 assert wait_until(lambda wanted=wanted: coming() >= wanted)

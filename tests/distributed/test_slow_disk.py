@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from paceline.records import (
     MetricRecord,
     Record,
     RecordWriter,
+    Row,
     read_records,
 )
 
@@ -98,14 +99,17 @@ def test_members_are_heard_while_the_disk_is_slow(tmp_path: Path, controller: Co
 
 
 def test_what_was_recorded_before_a_checkpoint_is_there_when_that_is(
-    tmp_path: Path, controller: Controller, gate: Gate
+    tmp_path: Path, controller: Controller, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A run that has come to its end meanwhile says what is not there."""
+    monkeypatch.setattr("paceline.engines.ray.controller._STILL_S", 0.6)
     line = line_to(controller)
     line.emit(event(0))
     saving = threading.Thread(target=line.save, args=("checkpoint.pt", b"content"))
     saving.start()
     assert turn_until(controller, gate.is_waited_for.is_set)
-    assert not controller.finish_records(limit_s=0.5)
+    with pytest.raises(RunFailed, match=f"records are not written in {tmp_path}: its disk has taken nothing for 1 s"):
+        controller.finish_records()
     assert not (tmp_path / "checkpoint.pt").exists()
     gate.opens.set()
     assert turn_until(controller, lambda: not saving.is_alive())
@@ -124,9 +128,9 @@ def test_a_full_disk_is_said(tmp_path: Path, controller: Controller, monkeypatch
     monkeypatch.setattr(RecordWriter, "flush", full)
     controller.raise_write_error()
     controller.event("number")
-    assert controller.finish_records(limit_s=PATIENCE_S)
-    with pytest.raises(RunFailed, match=f"cannot write records: No space left on device in {tmp_path}"):
-        controller.raise_write_error()
+    for say in (controller.finish_records, controller.raise_write_error):
+        with pytest.raises(RunFailed, match=f"cannot write records: No space left on device in {tmp_path}"):
+            say()
     controller.close()
 
 
@@ -167,7 +171,7 @@ def test_a_members_record_that_cannot_be_written_is_refused_and_the_run_goes_on(
     """Over the wire what a member says may be of any type."""
 
     def told(*names: str) -> bool:
-        controller.finish_records(limit_s=PATIENCE_S)
+        controller.finish_records()
         return [each.name for each in read_records(tmp_path, EventRecord)] == [*names]
 
     line = line_to(controller)
@@ -206,14 +210,31 @@ def test_waiting_for_records_has_an_end_also_where_no_more_fit(tmp_path: Path, g
     assert gate.is_waited_for.wait(PATIENCE_S)
     writing.put([event(1)])
     began_s = time.monotonic()
-    assert not writing.wait(limit_s=0.2)
+    assert not writing.wait(still_s=0.2)
     assert not writing.close(limit_s=0.2)
     assert time.monotonic() - began_s < PATIENCE_S / 6
     assert not gate.is_given_up
     gate.opens.set()
-    assert writing.wait(limit_s=PATIENCE_S)
+    assert writing.wait(still_s=PATIENCE_S)
     assert writing.close(limit_s=PATIENCE_S)
     assert [each.iteration for each in read_records(tmp_path, EventRecord)] == [0, 1]
+
+
+def test_a_disk_that_takes_little_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than one that takes nothing."""
+    append = RecordWriter.append
+
+    def slowly(writer: RecordWriter, rows: Sequence[Row]) -> None:
+        time.sleep(0.3)
+        append(writer, rows)
+
+    monkeypatch.setattr(RecordWriter, "append", slowly)
+    writing = RecordWriting(tmp_path)
+    for number in range(6):
+        writing.put([event(number)])
+    assert writing.wait(still_s=1.2)
+    assert [each.iteration for each in read_records(tmp_path, EventRecord)] == list(range(6))
+    assert writing.close(limit_s=PATIENCE_S)
 
 
 def test_nobody_is_ended_for_pulses_that_the_launcher_has_not_read_yet(

@@ -229,10 +229,14 @@ def test_schedulers_are_prepared_where_updates_take_several_steps() -> None:
         ({"strategy": "ps-ssp", "global_batch": "keep"}, "no global batch is ever complete; use --global-batch grow"),
         ({"strategy": "ps-bsp:aggregate=trimmed-mean:aggregate.byzantine=0", "elastic": "3:4"}, "would start with"),
         (
-            {"strategy": "ps-bsp:aggregate=trimmed-mean:aggregate.byzantine=1", "workers": 4, "elastic": "3:4"},
-            "any number",
+            {"strategy": "ps-bsp:aggregate=krum:aggregate.byzantine=1", "workers": 4, "elastic": "3:5"},
+            "may come to have 3 workers, for which .*aggregate=krum:byzantine=1: byzantine=1 needs 4 contributions",
         ),
-        ({"strategy": "ps-bsp:aggregate=fl-trust", "workers": 4, "elastic": "3:4"}, "takes any number of gradients"),
+        (
+            {"strategy": "ps-bsp:aggregate=bulyan:aggregate.byzantine=1", "workers": 7, "elastic": "6:8"},
+            "may come to have 6 workers, for which .*byzantine=1 needs 7 contributions",
+        ),
+        ({"strategy": "ps-bsp:aggregate=fools-gold"}, "remembers what each worker has sent, which servers do not keep"),
         ({"strategy": "all-reduce:aggregate=fools-gold"}, "takes no aggregate that remembers"),
         ({"strategy": "local-sgd:aggregate=fools-gold"}, "takes no aggregate that remembers"),
         ({"strategy": "fed-avg:aggregate=fools-gold"}, "takes no aggregate that remembers"),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.aggregate import WeightedMean
+from paceline.aggregate import MEAN, Aggregator, WeightedMean
 from paceline.errors import UsageError
 from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
@@ -42,6 +42,7 @@ class Net:
         beside: of each worker, whether each server is on its host.
         outlives_workers: these may die.
         coding: of what each worker pushes; none: it goes as it is.
+        aggregator: of the servers.
     """
 
     def __init__(
@@ -53,12 +54,13 @@ class Net:
         piece_bytes: int,
         outlives_workers: bool = False,
         coding: Sequence[PushCoding] = (),
+        aggregator: Aggregator = MEAN,
     ) -> None:
         rules, codec = list(rules), coding[0].codec if coding else None
         self.servers = [ServerCore(index=index, epoch=EPOCH) for index in range(len(rules))]
         ranges = cut(LAYOUT, num_servers=len(rules), whole_tensors=False, piece_bytes=piece_bytes)
         for server, pieces, rule in zip(self.servers, ranges, rules, strict=True):
-            spec = ServerSpec(LAYOUT, pieces, SPEC, rule, None, codec=codec, outlives_workers=outlives_workers)
+            spec = ServerSpec(LAYOUT, pieces, SPEC, rule, None, aggregator, codec, outlives_workers=outlives_workers)
             server.configure(spec)
         self.clients = [ClientCore(rank=rank, epoch=EPOCH, beside=each) for rank, each in enumerate(beside)]
         self.buffers = [[torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(2)] for _ in beside]

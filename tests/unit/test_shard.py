@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.aggregate import MEAN, Aggregator
 from paceline.membership import Membership
 from paceline.server.admission import AdmissionRule, BulkSynchronous, ProtocolError, StaleSynchronous
 from paceline.server.closing import Applied
@@ -30,10 +31,14 @@ OPTIMIZERS = {
 }
 
 
-def make_shard(rule: AdmissionRule, *, max_updates: int | None = None) -> Shard:
+def make_shard(rule: AdmissionRule, *, max_updates: int | None = None, aggregator: Aggregator = MEAN) -> Shard:
     parameters = [torch.zeros(shape) for shape in SHAPES]
     return Shard(
-        parameters=parameters, optimizer=torch.optim.SGD(parameters, lr=1.0), rule=rule, max_updates=max_updates
+        parameters=parameters,
+        optimizer=torch.optim.SGD(parameters, lr=1.0),
+        rule=rule,
+        aggregator=aggregator,
+        max_updates=max_updates,
     )
 
 

@@ -25,7 +25,9 @@ from paceline.records import EventRecord, Record, from_plain, unpack_steps
 
 _TURN_S = 0.2
 _LAST_S = 10.0
-"""A run that ends waits no longer than this for its last records and files to reach the disk."""
+"""Where the launcher lets go of its files, it waits no longer than this for what is not written yet."""
+_STILL_S = 60.0
+"""A run that has ended well waits so long for a disk that takes none of its last records."""
 
 
 @final
@@ -141,9 +143,15 @@ class Controller:
             self.turn(timeout_s=0.0)  # members wait for word from here
         return self._answer_written() > 0 or has_waited
 
-    def finish_records(self, *, limit_s: float | None = None) -> bool:
-        """Wait until all records so far are on the disk, or so long. Returns whether they are, or cannot be written."""
-        return self._records.wait(limit_s=limit_s)
+    def finish_records(self) -> None:
+        """Wait until all records so far are on the disk, for as long as that takes any. Raises RunFailed if it stands
+        still, or they cannot be written."""
+        if not self._records.wait(still_s=_STILL_S):
+            raise RunFailed(
+                f"the last records are not written in {self._directory}: its disk has taken nothing for "
+                f"{_STILL_S:.0f} s. All workers have come to their ends, and what they have saved is there"
+            )
+        self.raise_write_error()
 
     def close(self) -> None:
         for what, writing in (("records are", self._records), ("a file is", self._files)):

@@ -11,6 +11,8 @@ from paceline.records import Record, RecordWriter, Row
 
 _MOST_ON_THEIR_WAY = 4096
 """Some minutes of a run's messages with records."""
+_LOOK_S = 0.1
+"""How often who waits looks whether the disk takes anything."""
 
 
 @final
@@ -26,6 +28,8 @@ class RecordWriting:
         self._writer = RecordWriter(directory)
         self._jobs: queue.Queue[Sequence[Row] | threading.Event | None] = queue.Queue(most)
         self.error: Exception | None = None
+        self._num_taken = 0
+        """Batches that the disk has taken, or refused."""
         self._thread = threading.Thread(target=self._serve, name="paceline-records", daemon=True)
         self._thread.start()
 
@@ -43,20 +47,26 @@ class RecordWriting:
         self._jobs.put(is_done)
         return is_done
 
-    def wait(self, *, limit_s: float | None) -> bool:
-        """Wait until all is on the disk that was put so far, or so long. Returns whether it is, or cannot be there."""
-        until_s = None if limit_s is None else time.monotonic() + limit_s
-        is_done = threading.Event()
-        return self._has_put(is_done, limit_s) and is_done.wait(_left_s(until_s))
+    def wait(self, *, still_s: float) -> bool:
+        """Wait until all is on the disk that was put so far, or the disk has taken nothing for so long. Returns whether
+        it is, or cannot be there."""
+        num_taken, until_s, is_put, is_done = self._num_taken, time.monotonic() + still_s, False, threading.Event()
+        while not is_done.wait(_LOOK_S if is_put else 0.0):
+            is_put = is_put or self._has_put(is_done, _LOOK_S)
+            if num_taken != self._num_taken:
+                num_taken, until_s = self._num_taken, time.monotonic() + still_s
+            elif time.monotonic() > until_s:
+                return False
+        return True
 
     def close(self, *, limit_s: float) -> bool:
         """All is written first, if that takes no longer. Returns whether it was."""
         until_s = time.monotonic() + limit_s
         if self._has_put(None, limit_s):
-            self._thread.join(_left_s(until_s))
+            self._thread.join(max(0.0, until_s - time.monotonic()))
         return not self._thread.is_alive()
 
-    def _has_put(self, job: threading.Event | None, limit_s: float | None) -> bool:
+    def _has_put(self, job: threading.Event | None, limit_s: float) -> bool:
         """Whether there was room for it within that time."""
         try:
             self._jobs.put(job, timeout=limit_s)
@@ -73,13 +83,10 @@ class RecordWriting:
                     self._writer.flush()
             except Exception as error:  # the run's own loop is to hear of it, and others wait for the mark
                 self.error = error
+            self._num_taken += 1
             if isinstance(job, threading.Event):
                 job.set()
         try:
             self._writer.close()
         except OSError as error:
             self.error = error
-
-
-def _left_s(until_s: float | None) -> float | None:
-    return None if until_s is None else max(0.0, until_s - time.monotonic())

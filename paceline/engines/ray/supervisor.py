@@ -325,7 +325,6 @@ class Supervisor:
             server.stop.remote()
         self._hear_last_words(set(self._members.actors))
         self._controller.finish_records()
-        self._controller.raise_write_error()
 
     def _hear_last_words(self, names: set[str]) -> None:
         """Members that have ended may still have records under way: wait for their goodbyes, which come last.

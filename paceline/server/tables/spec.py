@@ -130,10 +130,11 @@ class TableSpec:
         """The keys as int64. Raises UsageError, which names the table and a key that it has no row for."""
         if keys.dtype not in _WHOLE:
             raise UsageError(f"table {self.name!r}: keys are whole numbers, and these are {keys.dtype}: {_some(keys)}")
-        given, keys = keys, keys.long()
+        is_unsigned, keys = keys.dtype is torch.uint64, keys.long()
         # One pass: what is below 0 is at least 2**63 without its sign.
         if keys.numel() and keys.cpu().numpy().view("u8").max() >= self.num_rows:
-            key = int(given[(keys < 0) | (keys > self.num_rows - 1)][0])  # as the script has it: unsigned ones, too
+            key = int(keys[(keys < 0) | (keys > self.num_rows - 1)][0])
+            key = key % 2**64 if is_unsigned else key  # as the script has it
             raise UsageError(f"table {self.name!r} has rows 0 to {self.num_rows - 1}, and none of key {key}")
         return keys
 

@@ -60,6 +60,8 @@ class ClientCore:
         """The request's timestamp, and what to send. Raises UsageError, which names what is wrong, if it cannot be
         asked."""
         keys, values, within = self.checked(keys, values, within)
+        for earlier in after:
+            self._require_asked(earlier)
         parts = self._divided(keys)
         if kind in (Kind.PUSH_VALUES, Kind.LEAVE):
             asked = list(range(self.spec.servers))  # clocks of workers are the same everywhere
@@ -141,9 +143,12 @@ class ClientCore:
 
     def is_done(self, timestamp: int) -> bool:
         """Raises UsageError if there is no such request."""
-        if not 0 < timestamp <= self._timestamp:
-            raise UsageError(f"no request of worker {self.worker} has the timestamp {timestamp!r}")
+        self._require_asked(timestamp)
         return not self._due(timestamp)
+
+    def _require_asked(self, timestamp: int) -> None:
+        if type(timestamp) is not int or not 0 < timestamp <= self._timestamp:
+            raise UsageError(f"no request of worker {self.worker} has the timestamp {timestamp!r}")
 
     def unfinished(self) -> list[int]:
         return [timestamp for timestamp, request in self._open.items() if request.due]

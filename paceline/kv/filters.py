@@ -50,14 +50,15 @@ def kkt(weights: Tensor, *, l1: float, scale: float, margin: float = 0.0) -> Fil
     By the optimality conditions (Karush, Kuhn and Tucker) a weight of 0 stays while its gradient is at most `l1`.
 
     Args:
-        weights: of the keys that will be pushed, as last pulled; shape (keys, dim).
+        weights: of the keys that will be pushed, as last pulled; shape (keys, dim), or (keys,) where dim is 1.
         scale: what this worker's gradient times this one takes for everybody's: the number of workers, if they have
             about equal shares of the data.
         margin: how much below `l1` the gradient has to be.
     """
 
     def filtered(pushed: Pairs) -> Pairs:
-        matters = ((weights != 0) | ((pushed.values * scale).abs() > l1 - margin)).any(dim=1)
+        is_set = weights.reshape(pushed.values.shape) != 0
+        matters = (is_set | ((pushed.values * scale).abs() > l1 - margin)).any(dim=1)
         return Pairs(pushed.keys[matters], pushed.values[matters])
 
     return filtered

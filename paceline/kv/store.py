@@ -1,6 +1,7 @@
 """What a worker's program sees of a store."""
 
 import math
+import operator
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -11,12 +12,12 @@ import zmq
 from torch import Tensor
 
 from paceline.comm.wire import AGAIN_S, Caller, Keys
-from paceline.errors import DeadlineExceeded, PacelineError
+from paceline.errors import DeadlineExceeded, PacelineError, UsageError
 from paceline.kv.client_core import ClientCore
 from paceline.kv.filters import Filter
 from paceline.kv.range_clocks import RangeClock
 from paceline.kv.requests import EPOCH
-from paceline.kv.spec import Pairs, Spec
+from paceline.kv.spec import MOST_KEYS, Pairs, Spec
 from paceline.messages import Kind, Message
 
 KeysLike = Tensor | range | Sequence[int]
@@ -73,7 +74,8 @@ class Store:
             filters: what may be left out, one after the other.
 
         Raises:
-            UsageError: keys or values do not fit the store.
+            UsageError: keys or values do not fit the store, no request has a timestamp of `after`, or this worker has
+                closed the store; as other requests do.
         """
         if filters := tuple(filters):
             fitting, some, within = self._core.checked(_plain(keys), values, within)
@@ -153,6 +155,8 @@ class Store:
         self.close(waits=kind is None)
 
     def _ask(self, kind: Kind, *content: Any, **about: Any) -> int:
+        if not self._callers:
+            raise UsageError(f"worker {self.worker} has closed its store")
         while self._receive(0.0):
             pass
         timestamp, sends = self._core.ask(kind, *content, **about)
@@ -194,9 +198,23 @@ class Store:
 
 
 def as_tensor(keys: KeysLike) -> Tensor:
+    """Raises UsageError, which names one of a list that is no key."""
     if isinstance(keys, Tensor):
         return keys
-    return torch.arange(keys.start, keys.stop) if isinstance(keys, range) else torch.tensor(keys, dtype=torch.int64)
+    if isinstance(keys, range):
+        return torch.arange(keys.start, keys.stop)
+    return torch.tensor([_as_key(each) for each in keys], dtype=torch.int64)
+
+
+def _as_key(given: object) -> int:
+    """torch would cut a fraction off, and names no number that is too large."""
+    try:
+        key = operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"keys are whole numbers, and {given!r} is none") from None
+    if not 0 <= key < MOST_KEYS:
+        raise UsageError(f"keys are whole numbers from 0 to {MOST_KEYS - 1}, and {key} is none of them")
+    return key
 
 
 def _plain(keys: KeysLike) -> Tensor | range:

@@ -58,6 +58,17 @@ def take_in(run: WorkerRun, replica: Replica, optimizer: torch.optim.Optimizer) 
     _drop_with(optimizer, tables)
 
 
+def require_none_since(replica: Replica) -> None:
+    """Raises UsageError if the model has a table that it did not have when it was prepared: nobody would update it."""
+    known = set(map(id, replica.tables))
+    for module in replica.model.modules():
+        if isinstance(module, ShardedEmbedding) and id(module) not in known:
+            raise UsageError(
+                f"the model has got table {module.spec.name!r} after prepare, so that its rows would stay what they "
+                "are; make it before"
+            )
+
+
 def rows_of(run: WorkerRun) -> dict[str, dict[str, Tensor]]:
     """All rows, by the table's name."""
     return {table.spec.name: table.rows() for table in run.prepared.replica.tables}

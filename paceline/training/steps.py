@@ -10,6 +10,7 @@ import torch
 from paceline.errors import CallMismatch, PacelineError, UsageError
 from paceline.strategies.base import Synchronizer
 from paceline.strategies.replica import may_evaluate
+from paceline.training import row_tables
 from paceline.training.cadence import NEVER, Cadence
 from paceline.training.course import Course
 from paceline.training.sharding import DIFFERS, UnpreparedLoaders
@@ -139,6 +140,7 @@ class Steps:
         prepared.handouts.look_back()
         if not run.steps:
             self._require_batch()
+            row_tables.require_none_since(prepared.replica)
         if self._loaders.passes:
             self._loaders.look(prepared.handouts.progress().num_batches)
         if self._summed_loss is not None and self._summed_loss.is_listening:

@@ -18,7 +18,19 @@ from paceline.training.pauses import MODEL_FILE
 from paceline.training.snapshot import read_model_file
 from paceline.training.worker import Worker
 from tests.conformance import virtual_engine
-from tests.conformance.factors import BATCH, DIM, ENGINES, HYBRID, SLOW, Factors, ratings, rows_of, tables, train
+from tests.conformance.factors import (
+    BATCH,
+    DIM,
+    ENGINES,
+    HYBRID,
+    SLOW,
+    USERS,
+    Factors,
+    ratings,
+    rows_of,
+    tables,
+    train,
+)
 from tests.conformance.rows import launched
 
 
@@ -42,6 +54,23 @@ def test_gradients_that_are_not_finite(run: Any, strategy: str, tmp_path: Path) 
     script = partial(launched, partial(misuse, factor=float("nan")), tmp_path)
     with pytest.raises(RunFailed, match="the gradient of parameter 'row 12 of table users' on rank 0 is not finite"):
         run(script, strategy=strategy, workers=1, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize("strategy", ["single", "ps-asp"])
+def test_a_table_that_the_model_gets_after_prepare(strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="the model has got table 'late' after prepare"):
+        virtual_engine.run(partial(launched, extend, tmp_path), strategy=strategy, workers=1, out=tmp_path / "run")
+
+
+def extend(worker: Worker, out: Path) -> None:
+    model: Any = tables("sgd")
+    loader: Any = DataLoader(ratings(), batch_size=BATCH)
+    model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    model.late = ShardedEmbedding(9, DIM, optimizer="sgd", name="late", dtype=torch.float64)
+    for users, items, _ in loader:
+        updater.zero_grad()
+        (model(USERS[users], items) + model.late(items % 9).sum(dim=1)).sum().backward()
+        updater.step()
 
 
 def misuse(worker: Worker, out: Path, *, key: float = 12, factor: float = 1.0, only_on: int | None = None) -> None:

@@ -14,6 +14,7 @@ from paceline.kv.client_core import ClientCore
 from paceline.kv.key_cache import KeyCache
 from paceline.kv.requests import Request
 from paceline.kv.server_core import ServerCore
+from paceline.kv.store import as_tensor
 from paceline.messages import Kind, Message
 from paceline.server.admission import BulkSynchronous, StaleSynchronous
 from tests.unit.kv_spec import spec_of, tensor
@@ -34,6 +35,27 @@ from tests.unit.kv_spec import spec_of, tensor
 def test_keys_and_values_that_do_not_fit_are_named(keys: Any, values: Tensor, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         ClientCore(spec_of(), 0).ask(Kind.PUSH_VALUES, keys, values)
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ([1, 2.5], "keys are whole numbers, and 2.5 is none"),
+        ([float("nan")], "keys are whole numbers, and nan is none"),
+        (["a"], "keys are whole numbers, and 'a' is none"),
+        ([1, -1], f"keys are whole numbers from 0 to {2**63 - 2}, and -1 is none"),
+        ([2**63], f"and {2**63} is none"),
+    ],
+)
+def test_a_list_with_what_is_no_key_is_refused(keys: Any, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        as_tensor(keys)
+
+
+@pytest.mark.parametrize("timestamp", [-1, 0, 1, "1"])
+def test_a_request_cannot_wait_for_one_that_was_never_made(timestamp: Any) -> None:
+    with pytest.raises(UsageError, match=f"no request of worker 0 has the timestamp {timestamp!r}"):
+        ClientCore(spec_of(), 0).ask(Kind.PULL_VALUES, tensor([1]), after=[timestamp])
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,14 @@ def test_an_error_of_a_request_is_raised() -> None:
             store.result(store.push([3], torch.ones(1), filters=[SignificantlyModified(2.0)]))
 
 
+def test_a_closed_store_is_asked_nothing() -> None:
+    with served() as group:
+        store = group.connect(0)
+        store.close()
+        with pytest.raises(UsageError, match="worker 0 has closed its store"):
+            store.pull([3])
+
+
 def test_buffers_are_free_when_push_returns() -> None:
     num_keys = 1_000_000
     with served(num_keys=num_keys) as group, group.connect(0) as store:

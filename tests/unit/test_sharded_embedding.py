@@ -78,6 +78,27 @@ def test_keys_of_any_shape() -> None:
         table(torch.tensor([True]))
 
 
+@pytest.mark.parametrize("num_rows", [NUM_ROWS, 2**63])
+def test_an_unsigned_key_is_named_as_it_was_given(num_rows: int) -> None:
+    table = ShardedEmbedding(num_rows, DIM, optimizer="sgd", name="users")
+    with pytest.raises(UsageError, match=f"table 'users' has rows 0 to {num_rows - 1}, and none of key {2**63 + 5}"):
+        table(torch.tensor([1, 2**63 + 5], dtype=torch.uint64))
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"optimizer": None}, "table 'users': its optimizer must be one of paceline.nn.*not None"),
+        ({"optimizer": torch.optim.SGD}, "not <class 'torch.optim.sgd.SGD'>"),
+        ({"name": ""}, "a table's name must be some text, not ''"),
+        ({"name": 3}, "a table's name must be some text, not 3"),
+    ],
+)
+def test_what_describes_no_table_is_refused(settings: Any, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        ShardedEmbedding(NUM_ROWS, DIM, **{"optimizer": "sgd", "name": "users", **settings})
+
+
 def test_a_learning_rate_may_change_where_the_optimizer_allows_it() -> None:
     table = ShardedEmbedding(NUM_ROWS, DIM, optimizer="sgd:lr=0.5", name="users")
     before = table(torch.arange(2)).detach()

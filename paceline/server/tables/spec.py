@@ -60,6 +60,13 @@ class TableSpec:
     """Where there are more, those that have had none for longest go; none: there may be any number."""
 
     def __post_init__(self) -> None:
+        if type(self.name) is not str or not self.name:
+            raise UsageError(f"a table's name must be some text, not {self.name!r}")
+        if not isinstance(self.optimizer, RowOptimizer):
+            raise UsageError(
+                f"table {self.name!r}: its optimizer must be one of paceline.nn, such as Adagrad(lr=0.1), or its text, "
+                f"not {self.optimizer!r}"
+            )
         numbers = {name: getattr(self, name) for name in ("num_rows", "min_count", "evict_after", "max_rows", "dim")}
         for what, value in numbers.items():
             most = 2**20 if what == "dim" else _MOST_ROWS
@@ -123,10 +130,11 @@ class TableSpec:
         """The keys as int64. Raises UsageError, which names the table and a key that it has no row for."""
         if keys.dtype not in _WHOLE:
             raise UsageError(f"table {self.name!r}: keys are whole numbers, and these are {keys.dtype}: {_some(keys)}")
-        keys = keys.long()
+        is_unsigned, keys = keys.dtype is torch.uint64, keys.long()
         # One pass: what is below 0 is at least 2**63 without its sign.
         if keys.numel() and keys.cpu().numpy().view("u8").max() >= self.num_rows:
             key = int(keys[(keys < 0) | (keys > self.num_rows - 1)][0])
+            key = key % 2**64 if is_unsigned else key  # as the script has it
             raise UsageError(f"table {self.name!r} has rows 0 to {self.num_rows - 1}, and none of key {key}")
         return keys
 

@@ -1,7 +1,7 @@
 """Steps of rare, small and few exchanges on 8 real hosts with slow links, beside the virtual engine's and a plan's.
 
     sudo python benchmarks/slow_links.py
-    sudo python benchmarks/slow_links.py --json slow_links.json --minutes 4 --only ring local-sgd:every=50
+    sudo python benchmarks/slow_links.py --json slow_links.json --no-prediction --minutes 4 --only ring local-sgd:every=50
     python benchmarks/slow_links.py --json slow_links.json --no-measurement
 
 Hosts are network namespaces of this machine with links of 100 Mbit/s (Linux and root needed). Workers exchange what
@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further run after so long")
     parser.add_argument("--json", type=Path, help="keep the probe's file and the runs here")
     parser.add_argument("--no-measurement", action="store_true", help="only predict what the JSON file holds")
+    parser.add_argument("--no-prediction", action="store_true", help="only measure")
     args = parser.parse_args()
     until_s = time.monotonic() + 60 * args.minutes
     strategies = args.only or (DDP, *PARTS["resnet18"].strategies)
@@ -199,6 +200,8 @@ def main() -> None:
     if not args.no_measurement:
         os.nice(NICENESS)
         measure(strategies, kept, keep, num_runs=args.runs, until_s=until_s)
+    if args.no_prediction:
+        return
     runs = {each: kept["runs"][each] for each in strategies if kept["runs"].get(each)}
     if not runs or kept["cluster"] is None:
         raise SystemExit("nothing has been measured")

@@ -1,7 +1,7 @@
 """Steps of rare, small and few exchanges on 8 real hosts with slow links, beside the virtual engine's and a plan's.
 
     sudo python benchmarks/slow_links.py
-    sudo python benchmarks/slow_links.py --json slow_links.json --no-prediction --minutes 4 --only ring local-sgd:every=50
+    sudo python benchmarks/slow_links.py --json slow_links.json --no-prediction --minutes 4
     python benchmarks/slow_links.py --json slow_links.json --no-measurement
 
 Hosts are network namespaces of this machine with links of 100 Mbit/s (Linux and root needed). Workers exchange what

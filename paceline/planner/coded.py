@@ -100,8 +100,8 @@ def coded_mean(
 def coded_exchange(traffic: AllReduced, setting: Setting) -> CodedMean | None:
     """A step's average of gradients; None where nothing is coded.
 
-    Flags are averaged by themselves, beside what is coded, and wait for its messages. Of several buckets, the last one's
-    are there before the last one is coded.
+    Flags are averaged by themselves, beside what is coded, and wait for its messages. Of several buckets, the last
+    one's are there before it is coded.
     """
     assert traffic.codec is not None
     coded = coded_mean(traffic.codec, traffic.codec_scope, setting)

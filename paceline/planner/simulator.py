@@ -155,7 +155,8 @@ def _exchange_of(traffic: AllReduced | Neighbouring | None, setting: Setting) ->
     if isinstance(traffic, Neighbouring):
         traffic = settled(traffic, setting, lambda each: cycle_of(each, setting).end_s)
         rounds, coding_s = neighbours.rounds_of(traffic, setting), neighbours.coding_s(traffic, setting)
-        among = partial(_among_neighbours, rounds, traffic.behind_computing)
+        hidden_s = setting.work.overhead_s if traffic.behind_computing else None
+        among = partial(_among_neighbours, rounds, hidden_s)
         return lambda number, now_s, computing_s: among(number, now_s, computing_s) + coding_s
     if not isinstance(traffic, AllReduced) or setting.num_workers == 1:
         return lambda number, now_s, computing_s: now_s + computing_s
@@ -172,11 +173,12 @@ def _exchange_of(traffic: AllReduced | Neighbouring | None, setting: Setting) ->
 
 
 def _among_neighbours(
-    rounds: list[neighbours.Round], behind_computing: bool, number: int, now_s: Floats, computing_s: Floats
+    rounds: list[neighbours.Round], hidden_s: float | None, number: int, now_s: Floats, computing_s: Floats
 ) -> Floats:
-    """Each worker waits for its neighbours' messages alone."""
+    """Each worker waits for its neighbours' messages alone, which left so long before it began to compute; none: when
+    it has computed."""
     messages, over_s = rounds[number % len(rounds)], now_s + computing_s
-    left_s = now_s if behind_computing else over_s.copy()
+    left_s = over_s.copy() if hidden_s is None else now_s - hidden_s
     np.maximum.at(over_s, messages.receivers, left_s[messages.senders] + messages.sent_s)
     return over_s
 

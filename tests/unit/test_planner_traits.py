@@ -83,6 +83,24 @@ def test_messages_that_leave_before_the_gradient_hide_behind_it() -> None:
     assert slow.step_s == pytest.approx(4 * 4e6 / B)
 
 
+@pytest.mark.parametrize(
+    "moved",
+    [
+        Neighbouring(topology=Ring(), behind_computing=True),
+        AllReduced(every=4, fragments=2, delay=1),
+    ],
+)
+def test_messages_hide_behind_all_that_a_worker_does(moved: Neighbouring | AllReduced) -> None:
+    """Messages take 128 ms, or 112 for a fragment; a step computes for 100 and takes 20 besides."""
+    work, strategy = replace(WORK, tensor_bytes=(8_000_000,), overhead_s=0.02), Declared(traffic=(moved,))
+    if isinstance(moved, AllReduced):
+        work, strategy = replace(work, tensor_bytes=(8_000_000,) * 2), replace(strategy, unit="round")
+    found = predict(cluster_of(), strategy=strategy, workers=8, work=work)
+    assert found.step_s == pytest.approx(4 * 4e6 / B if isinstance(moved, Neighbouring) else STEP_S + 0.02)
+    simulated = simulate(cluster_of(), strategy=strategy, workers=8, work=work, steps=100)
+    assert simulated.step_s == pytest.approx(found.step_s, rel=0.01)
+
+
 def test_the_slowest_link_decides() -> None:
     """Racks of four: the two workers at the ends of each share nothing but the cable, of a tenth of a card's rate."""
     racks = Racks(hosts=4, bandwidth_gbit_per_s=0.1, latency_us=0.0)

@@ -87,8 +87,10 @@ class GradientBuckets:
         self._used: list[list[float]] = [[] for _ in flats]  # one a gradient, above zero where there is one
         self._readable_flags = [as_array(_real(bucket.flags)) for bucket in self.buckets]
         self._indices = [[slot.index for slot in segment.slots] for segment in layout.segments]
-        self._missing = [len(indices) for indices in self._indices]
+        self._num_gradients = [len(indices) for indices in self._indices]
+        self._missing = self._num_gradients.copy()
         self._next_bucket = 0
+        self._is_any_full = False  # a bucket before the last one
         self._in_backward = False
         self._tell = Telling()
         self._hooks = [
@@ -190,8 +192,8 @@ class GradientBuckets:
         while self._next_bucket < len(self._missing):
             self._announce()
         self._next_bucket = 0
-        self._missing = [len(indices) for indices in self._indices]
-        self._in_backward = False
+        self._missing = self._num_gradients.copy()
+        self._is_any_full = self._in_backward = False
 
     def _on_gradient(self, index: int) -> None:
         if not self.is_synchronizing or (self._on_bucket is None and self._on_backward_end is None):
@@ -202,7 +204,7 @@ class GradientBuckets:
             # The engine runs queued callbacks when the whole backward pass is done, before it returns.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         # Those that the gradient before this one has filled: by now a script's own hooks on that one have run as well.
-        while self._is_full() and not self.waits:
+        while self._is_any_full and self._is_full() and not self.waits:
             self._announce()
         bucket = self._bucket_of[index]
         self._missing[bucket] -= 1
@@ -212,7 +214,8 @@ class GradientBuckets:
                 f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed; "
                 "torch.utils.checkpoint does so with use_reentrant=True: give it use_reentrant=False"
             )
-        if self._missing[bucket] == 0:
+        if self._missing[bucket] == 0 and bucket < len(self._missing) - 1:  # the last one leaves as the pass ends
+            self._is_any_full = True
             while self._is_full() and not self.waits and self._has_no_other_hooks(self._next_bucket):
                 self._announce()
 

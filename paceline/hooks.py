@@ -8,14 +8,13 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial, wraps
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, final
 from weakref import WeakMethod, WeakSet
 
 import torch
 
 from paceline.errors import PacelineError
 
-_Result = TypeVar("_Result")
 Listener = Callable[[PacelineError], object]
 _listener: ContextVar[WeakMethod[Listener] | None] = ContextVar("paceline_listener", default=None)
 """Who listens to the worker that runs here. Virtual workers have a context each."""
@@ -115,14 +114,6 @@ class Listening:
         if not self._listening and self._own is not None and getattr(self._owner, self._name) is self._heard:
             setattr(self._owner, self._name, self._own)
             self._own = None
-
-    def unheard(self, call: Callable[..., _Result], *arguments: Any) -> _Result:
-        """What the call gives, of whose own calls nobody hears."""
-        before = self._here.set(())
-        try:
-            return call(*arguments)
-        finally:
-            self._here.reset(before)
 
 
 def _listened_to(listener: Any, backward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from paceline.comm.base import Timing
 from paceline.engines.world import World
 from paceline.errors import BudgetReached
-from paceline.records import EventRecord, StepRecord
+from paceline.records import EventRecord
 from paceline.training.accounting import Account
 from paceline.training.clock import TrainingClock
 from paceline.training.sharding.contents import tensors_in
@@ -77,25 +77,11 @@ class Recorder:
     def step(self) -> None:
         """The optimizer has stepped. Raises BudgetReached after the last step that was asked for."""
         self._begin()
-        share = self._account.close_step()
         self._steps += 1
         self._iteration += 1
         samples, self._samples = self._samples, 0
-        self._reporter.emit(
-            StepRecord(
-                worker=self._rank,
-                step=self._steps,
-                iteration=self._iteration,
-                time_s=share.time_s,
-                samples=samples,
-                compute_s=share.compute_s,
-                communication_s=share.communication_s,
-                waiting_s=share.waiting_s,
-                moved_bytes=share.moved_bytes,
-                staleness=0,
-                hidden_s=share.hidden_s,
-            )
-        )
+        step = self._account.close_step(self._rank, self._steps, self._iteration, samples, staleness=0)
+        self._reporter.emit(step)
         if self._max_steps is not None and self._steps >= self._max_steps:
             raise BudgetReached(f"the run ends after {self._steps} steps")
 

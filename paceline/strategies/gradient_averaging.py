@@ -168,25 +168,22 @@ class GradientAveraging:
 
     def _on_bucket(self, bucket: int) -> None:
         """The bucket's gradients are final here."""
-        owner = self._owner
+        owner, is_last = self._owner, bucket == len(self._buckets.buckets) - 1
         if bucket == 0:
             self._culprit = None
             self._num_exchanges += 1
-            if owner.context.size <= MOST_RANKS:
+            if len(owner.context.membership.ranks) <= MOST_RANKS:
                 self._turn = self._num_exchanges + owner.progress().lead + _APART * owner.number
         culprit = self._buckets.find_nonfinite(bucket) if self._looks_first else None
-        if culprit is None and self._is_last(bucket) and self._options.nonfinite != "allow":
+        if culprit is None and is_last and self._options.nonfinite != "allow":
             culprit = self._rows.find_nonfinite()
         if culprit is not None:
             self._culprit = (owner.context.rank, culprit)
-        stop = self._is_last(bucket) and owner.stop_vote()
+        stop = is_last and owner.stop_vote()
         self._buckets.fill_flags(bucket, stop=stop, nonfinite=culprit is not None, turn=self._turn)
-        self._send(bucket)
+        self._send(bucket, is_last=is_last)
 
-    def _is_last(self, bucket: int) -> bool:
-        return bucket == len(self._buckets.buckets) - 1
-
-    def _send(self, bucket: int) -> None:
+    def _send(self, bucket: int, *, is_last: bool) -> None:
         """Start to average the bucket, and move the earlier ones on."""
         owner = self._owner
         if self.weight != 1.0 and self._options.aggregate.streams:
@@ -194,7 +191,7 @@ class GradientAveraging:
         if owner.context.hostility is not None:  # an attack looks at all gradients
             return
         self._works.append(self._start(bucket))
-        if self._is_last(bucket):  # nothing is left to hide it
+        if is_last:  # nothing is left to hide it
             return
         if self._behind_backward:
             self._overlap.begin()

@@ -77,14 +77,14 @@ class RepeatedAveraging(GradientAveraging):
         self._buckets.close()
         self._buckets = self._in_buckets(buffer)
 
-    def _send(self, bucket: int) -> None:
+    def _send(self, bucket: int, *, is_last: bool) -> None:
         if bucket == 0 and self._num_exchanges > 1:
             raise UsageError("--elastic repeats single backward passes: call backward() once a step, or leave it out")
         self.repeating.keep(bucket, self._buckets)
         if self.repeating.lost is not None:
             return
         try:
-            super()._send(bucket)
+            super()._send(bucket, is_last=is_last)
         except PeerLost as lost:
             self.repeating.lost = lost
 

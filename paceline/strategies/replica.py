@@ -82,13 +82,11 @@ class Replica:
         return [groups.count(group) for group in range(max(groups) + 1)]
 
     @functools.cached_property
-    def is_light(self) -> bool:
-        """Whether the parameters are real numbers on the CPU that fit into a core's cache together."""
-        are_real = all(parameter.is_cpu and parameter.is_floating_point() for parameter in self.parameters)
-        return are_real and sum(parameter.nbytes for parameter in self.parameters) <= _CACHE_BYTES
+    def is_real_on_cpu(self) -> bool:
+        """Whether the parameters are real numbers on the CPU."""
+        return all(parameter.is_cpu and parameter.is_floating_point() for parameter in self.parameters)
 
 
-_CACHE_BYTES = 2**20
 _PLAIN = (bool, int, float, str, type(None))
 """What of an optimizer's attributes can be compared."""
 

@@ -2,27 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, final
+from typing import final
 
 from paceline.comm.base import Timing
+from paceline.records import StepRecord
 from paceline.training.clock import TrainingClock
 
 _Totals = tuple[float, float, int, float]
 """Communication, waiting, bytes moved and hidden time of all timings together. A plain tuple, as every step makes one:
 right after training, when this code is in no cache, dataclasses take 10 us more."""
-
-
-class Share(NamedTuple):
-    """One step's part of the running totals; the three parts add up to the step's whole time."""
-
-    time_s: float
-    """Training clock at the end of the step."""
-    compute_s: float
-    communication_s: float
-    waiting_s: float
-    moved_bytes: int
-    hidden_s: float
-    """The part of compute_s in which data moved at the same time."""
 
 
 @final
@@ -45,17 +33,19 @@ class Account:
         self._time_s = self._clock.now_s
         self._clock.resume()
 
-    def close_step(self) -> Share:
+    def close_step(self, worker: int, step: int, iteration: int, samples: int, staleness: int) -> StepRecord:
         """The step ends now, and the next one begins."""
-        now_s, totals = self._clock.now_s, self._totals()
+        now_s, totals = self._clock.now_s, self._totals() if self._timings else self._booked
         communication_s, waiting_s, moved_bytes, hidden_s = totals
         communication_0_s, waiting_0_s, moved_0_bytes, hidden_0_s = self._booked
         # What is read while others add to it, or rounded, may be less than before.
         communication_s = max(0.0, communication_s - communication_0_s)
         waiting_s = max(0.0, waiting_s - waiting_0_s)
         compute_s = max(0.0, now_s - self._time_s - communication_s - waiting_s)
+        moved_bytes, hidden_s = moved_bytes - moved_0_bytes, hidden_s - hidden_0_s
         self._time_s, self._booked = now_s, totals
-        return Share(now_s, compute_s, communication_s, waiting_s, moved_bytes - moved_0_bytes, hidden_s - hidden_0_s)
+        where = worker, step, iteration, now_s, samples
+        return StepRecord(*where, compute_s, communication_s, waiting_s, moved_bytes, staleness, hidden_s)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

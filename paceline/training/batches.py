@@ -76,7 +76,7 @@ class Batches:
             poison=self._poison if self._poisons else None,
             on_pass=self._on_pass,
             on_pass_end=partial(self._on_pass_end, name),
-            should_stop=lambda: self._course.is_over,
+            should_stop=self._course.is_over,
             gather=context.collective.all_gather_object,
             takes_equal_steps=self._run.traits.takes_equal_steps,
             participation=participation,
@@ -160,15 +160,18 @@ class Batches:
         is_elsewhere = threading.get_ident() != self._thread
         if not is_elsewhere and not self._course.has_started:
             self._course.start_once()
-        self._course.record_late()
+        is_of_client = self._run.context.roster is not None
+        if is_of_client:
+            self._course.record_late()
         if not self._is_weighed and part.weight != 1.0:
             part = part._replace(weight=1.0)  # every gradient is an update of its own
         feeds = self._run.prepared.feeds
         if len(feeds) > 1:
             require_even(name, part.weight == 1.0)
-        if self._survivor is not None and self._run.context.roster is None:
+        if self._survivor is not None and not is_of_client:
             self._survivor.give(place)
-        self._lone_samples.expect(name, place, num_samples=part.num_samples)
+        if part.num_samples == 1 or self._lone_samples.places:
+            self._lone_samples.expect(name, place, num_samples=part.num_samples)
         self.num_samples = part.num_samples
         same_gradients = self._run.prepared.same_gradients
         if same_gradients is not None and same_gradients.is_looking:

@@ -7,7 +7,6 @@ from typing import final
 
 from paceline.comm.rank_errors import is_of_calls
 from paceline.errors import BudgetReached, CallMismatch, NonFiniteGradient, PacelineError, PeerLost, UsageError
-from paceline.records import StepRecord
 from paceline.strategies.base import StepOutcome
 from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
@@ -47,7 +46,6 @@ class Course:
         self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
         self._unsettled: StepOutcome | None = None  # of a step after which nobody has looked for a pause yet
 
-    @property
     def is_over(self) -> bool:
         """No further batch is to be given."""
         return self._run.has_ended or self._refusal is not None
@@ -146,7 +144,8 @@ class Course:
             self._take(outcome)
         if self._run.has_ended:
             self._end()
-        elif outcome is not None and not has_met:  # in a pause the run's iteration has become that of the furthest
+        elif self._run.traits.shows_model and outcome is not None and not has_met:
+            # In a pause the run's iteration has become that of the furthest.
             self._pauses.between_steps()
 
     @contextmanager
@@ -317,23 +316,9 @@ class Course:
 
     def _record(self, samples: int, outcome: StepOutcome) -> None:
         """The step is over, and what comes now belongs to the next one."""
-        run, prepared = self._run, self._run.prepared
-        time_s, compute_s, communication_s, waiting_s, moved_bytes, hidden_s = prepared.account.close_step()
-        run.reporter.emit(
-            StepRecord(
-                run.context.rank,
-                run.steps,
-                outcome.iteration,
-                time_s,
-                samples,
-                compute_s,
-                communication_s,
-                waiting_s,
-                moved_bytes,
-                outcome.staleness,
-                hidden_s,
-            )
-        )
+        run = self._run
+        account, iteration, staleness = run.prepared.account, outcome.iteration, outcome.staleness
+        run.reporter.emit(account.close_step(run.context.rank, run.steps, iteration, samples, staleness))
 
     def _take(self, outcome: StepOutcome) -> None:
         self._run.iteration = outcome.iteration

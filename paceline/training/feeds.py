@@ -44,10 +44,10 @@ class EachHandouts:
         """As `Handouts.are_gradients_spent`."""
         return all(handouts.are_gradients_spent for handouts in self._each)
 
-    def take_what_was_set(self) -> None:
-        """As `Handouts.take_what_was_set`."""
+    def begin_step(self, *, is_computed: bool) -> None:
+        """As `Handouts.begin_step`."""
         for handouts in self._each:
-            handouts.take_what_was_set()
+            handouts.begin_step(is_computed=is_computed)
 
     def look_back(self) -> None:
         """As `Handouts.look_back`."""

@@ -5,11 +5,11 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from paceline.buckets import Computed
 from paceline.errors import UsageError
@@ -22,13 +22,6 @@ from paceline.training.kept_batches import Copies, Handed, KeptBatches
 from paceline.training.nodes import graph_of
 from paceline.training.sharding.contents import tensors_in
 from paceline.training.sharding.part import Part, Place
-
-
-class _Seen(NamedTuple):
-    """A gradient, and how often it had been changed."""
-
-    tensor: TensorWeakRef
-    version: int
 
 
 @final
@@ -79,10 +72,11 @@ class Handouts:
         self._known: Handed | None = None  # what the model is computing on
         self._full_batches = FullBatches(rank=rank)
         self._num_ahead: float | None = None  # batches that this epoch's script reads ahead, once it has trained
-        self._num_samples = 0
+        self.num_samples = 0
+        """Samples that were trained on since the last step."""
         self._fresh = Computed(replica.parameters)  # since the script was last seen to train
         self._is_computed = False  # a gradient was, since the last step
-        self._left: _Seen | None = None  # what that step was made with
+        self._left: tuple[ref[Tensor], int] | None = None  # that step's first gradient, and its version
         self._calls = Calls(models_of(replica.model), on_inputs=self._on_forward, on_output=self._on_output)
         self._called: Handed | None = None  # the batch of the call that is under way
         self._made: dict[Any, Handed] = {}  # by its node: what calls have given, since the script trained
@@ -100,7 +94,7 @@ class Handouts:
         found = tensors_in(part.data)
         if self._is_weighed:
             self._full_batches.require(found, part.num_samples, place)
-        handed = Handed(place, part.num_samples, part.weight, tuple(map(TensorWeakRef, found)))
+        handed = Handed(place, part.num_samples, part.weight, tuple(map(ref, found)))
         if place.num_batches_done >= self._copies_from:  # 10 us
             self._copies.add(handed, found)
         if is_elsewhere:
@@ -109,7 +103,8 @@ class Handouts:
             self._look_at_inputs()
             return
         self._num_batches += 1
-        self.look_back()
+        if self._fresh:
+            self.look_back()
         self._known = None
         if place.num_batches_done == 0:
             self._num_ahead = None
@@ -119,7 +114,8 @@ class Handouts:
         if self._are_uneven or part.weight != self._weight:
             self._compare_weights()
         self._weight = part.weight
-        self._weigh()
+        if self._is_weighed or not self._goes_batch_by_batch:
+            self._weigh()
 
     def look_back(self) -> None:
         """The script is between two batches, or before a step: it may have trained.
@@ -127,10 +123,17 @@ class Handouts:
         Raises:
             UsageError: nobody can tell on which batch, and they have different weights.
         """
-        if self._fresh:
-            self._fresh.clear()
-            self._is_computed = True
+        if not self._fresh:
+            return
+        self._fresh.clear()
+        self._is_computed = True
+        if not self._out or not self._goes_batch_by_batch or self._computed or self._reached:
             self._train()
+            return
+        if self._last is not None:
+            self._kept.add(self._last)
+        self._last, self._num_ahead = self._out.popleft(), 0
+        self.num_samples += self._last.num_samples
 
     def progress(self) -> Progress:
         """Steps taken, and batches handed out in the script's own thread."""
@@ -154,15 +157,20 @@ class Handouts:
         """Whether a batch was trained on."""
         return self._last is not None
 
-    def take_what_was_set(self) -> None:
-        """Before a step, after `look_back`: no backward pass may have computed its gradients, but the script itself.
+    def begin_step(self, *, is_computed: bool) -> None:
+        """Look back before a step. Where gradients are there (`is_computed`), and no backward pass has computed them,
+        the script has set them itself.
 
         Raises:
-            UsageError: nobody can tell how much each batch counts, or what was set is not what workers can average.
+            UsageError: as `look_back`; or what was set is not what workers can average.
         """
-        if self._is_computed or not self._out or self._are_as_left():
-            return
-        is_new = self._left is None or self._left.tensor() is not self._replica.parameters[0].grad
+        if self._fresh:
+            self.look_back()
+        if is_computed and not self._is_computed and self._out and not self._are_as_left():
+            self._take_what_was_set()
+
+    def _take_what_was_set(self) -> None:
+        is_new = self._left is None or self._left[0]() is not self._replica.parameters[0].grad
         if self._is_averaged and is_new and any(each.grad is not None for each in self._replica.parameters):
             self._refuse_changed_in_place()
             self._tell_that_it_is_averaged()
@@ -173,29 +181,32 @@ class Handouts:
             if len(self._set_by_script) > 1:
                 raise UsageError(self._dilemma(self._candidates()))
         self._set_weight(weights.pop())
-        self._num_samples = sum(handed.num_samples for handed in out)
+        self.num_samples = sum(handed.num_samples for handed in out)
         self._last = out[-1]
         for _ in out:
             self._out.popleft()
 
     def end_step(self) -> int:
         """The samples that the step was made of. Raises UsageError as `look_back` does."""
-        self.look_back()  # the optimizer may have computed gradients itself
+        if self._fresh:  # the optimizer has computed gradients itself
+            self.look_back()
         while self._num_ahead is not None and len(self._out) > self._num_ahead:
             self._kept.add(self._out.popleft())  # the script may come back to it
             self._leaves_out = True
-        self._weigh()
+        if self._out or not self._goes_batch_by_batch:
+            self._weigh()
         self._num_steps += 1
         gradient = self._replica.parameters[0].grad
         self._is_computed = False
-        self._left = None if gradient is None else _Seen(TensorWeakRef(gradient), gradient._version)
-        num_samples, self._num_samples = self._num_samples, 0
+        self._left = None if gradient is None else (ref(gradient), gradient._version)
+        num_samples, self.num_samples = self.num_samples, 0
         return num_samples
 
     def end_data(self) -> None:
         """The pass has no more batches."""
         self._is_over = True
-        self._keep_last()
+        if self._last is not None:
+            self._kept.add(self._last)
         if self._kept:
             self._look_at_inputs()
 
@@ -212,11 +223,6 @@ class Handouts:
                 "(DataLoader(num_workers=...) reads ahead by itself)"
             )
         self._out.clear()
-
-    @property
-    def num_samples(self) -> int:
-        """Samples that were trained on since the last step."""
-        return self._num_samples
 
     @property
     def num_out(self) -> int:
@@ -236,7 +242,7 @@ class Handouts:
         gradient = self._replica.parameters[0].grad
         if gradient is None or self._left is None:
             return gradient is None and self._left is None
-        return self._left.tensor() is gradient and self._left.version == gradient._version
+        return self._left[0]() is gradient and self._left[1] == gradient._version
 
     def _refuse_changed_in_place(self) -> None:
         for parameter, spec in zip(self._replica.parameters, self._replica.specs, strict=True):
@@ -259,7 +265,7 @@ class Handouts:
             f"rank {self._rank}: the script sets the gradient of {self._replica.specs[0].name!r} and others itself. "
             "Workers average what each has set: what was clipped or normalised before is each worker's own gradient, "
             "and not the mean; to change the mean, call loss.backward() and change parameter.grad after it",
-            stacklevel=5,
+            stacklevel=6,
         )
 
     def _candidates(self) -> list[Handed]:
@@ -279,10 +285,6 @@ class Handouts:
         """What was trained on, and the script still holds."""
         return [*([self._last] if self._last is not None and self._last.alive else []), *self._kept]
 
-    def _keep_last(self) -> None:
-        if self._last is not None:
-            self._kept.add(self._last)
-
     @property
     def _goes_batch_by_batch(self) -> bool:
         """As most scripts do, of whom nothing else is to be asked: one batch is out at most, and all count alike."""
@@ -291,8 +293,8 @@ class Handouts:
 
     def _weigh(self) -> None:
         if self._goes_batch_by_batch:
-            for handed in self._out:
-                self._set_weight(handed.weight)
+            if self._is_weighed and self._out:
+                self._set_weight(self._out[0].weight)
             return
         candidates = self._candidates()
         if len({handed.weight for handed in candidates}) == 1:
@@ -391,11 +393,6 @@ class Handouts:
         return among[-1] if self._num_ahead == 0 else among[0]
 
     def _train(self) -> None:
-        if self._out and self._goes_batch_by_batch and not (self._computed or self._reached):
-            self._keep_last()
-            self._last, self._num_ahead = self._out.popleft(), 0
-            self._num_samples += self._last.num_samples
-            return
         known, self._known = self._known, None
         reached, self._reached = self._reached, set()
         computed, self._computed = self._computed, set()
@@ -414,14 +411,15 @@ class Handouts:
         handed = known or self._expected(self._out)
         if handed is None or handed is self._last:  # one more pass through the same batch
             return
-        self._keep_last()
+        if self._last is not None:
+            self._kept.add(self._last)
         is_first = handed in self._out
         if is_first:
             if self._num_ahead is None:
                 self._num_ahead = len(self._out) - 1 - self._out.index(handed)
             self._out.remove(handed)
         if is_first or self._is_over:
-            self._num_samples += handed.num_samples
+            self.num_samples += handed.num_samples
         self._last = handed
 
     def _unknown(self) -> Collection[Handed]:

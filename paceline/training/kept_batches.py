@@ -3,9 +3,9 @@
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
+from weakref import ref
 
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from paceline.training.sharding.part import Place
 
@@ -21,12 +21,15 @@ class Handed:
     place: Place
     num_samples: int
     weight: float
-    tensors: tuple[TensorWeakRef, ...]
+    tensors: tuple[ref[Tensor], ...]
 
     @property
     def alive(self) -> list[Tensor]:
         """The tensors of it that the script still holds."""
-        return [tensor for ref in self.tensors if (tensor := ref()) is not None]
+        found = [tensor for weak in self.tensors if (tensor := weak()) is not None]
+        for tensor in found:
+            tensor._fix_weakref()  # type: ignore[attr-defined]  # as torch.utils.weak, whose references take longer to make
+        return found
 
     @property
     def memory(self) -> list[range]:
@@ -46,6 +49,11 @@ class KeptBatches:
 
     def add(self, handed: Handed) -> None:
         """The latest one counts of those that are the same tensors, as of a data set that holds its batches."""
+        for weak in handed.tensors:
+            if weak() is not None:
+                break
+        else:
+            return  # as of most scripts
         self._new.append(handed)
         self._num_added += 1
         if self._num_added > self._num_held + _FEW:

@@ -19,16 +19,17 @@ class LoneSamples:
 
     def __init__(self, model: nn.Module, *, rank: int) -> None:
         self._model, self._rank = model, rank
-        self._places: dict[str, Place] = {}
+        self.places: dict[str, Place] = {}
+        """Where the batches of one sample are that are out, by their loaders' names."""
         self._hooks: list[RemovableHandle] = []
 
     def expect(self, loader: str, place: Place, *, num_samples: int) -> None:
         """The script gets this batch, and is done with the loader's last one."""
         if num_samples == 1:
-            if not self._places:
+            if not self.places:
                 self._watch()
-            self._places[loader] = place
-        elif self._places.pop(loader, None) and not self._places:
+            self.places[loader] = place
+        elif self.places.pop(loader, None) and not self.places:
             self.close()
 
     def close(self) -> None:
@@ -50,7 +51,7 @@ class LoneSamples:
         if torch.compiler.is_compiling() or not module.training:
             return
         if isinstance(values, Tensor) and values.dim() > 1 and values.numel() == values.shape[1]:
-            place = next(iter(self._places.values()))
+            place = next(iter(self.places.values()))
             raise UsageError(
                 f"rank {self._rank}: batch {place.num_batches_done + 1} of epoch {place.epoch} leaves "
                 f"{name!r} one value a channel, of which batch norm has no variance; give the DataLoader "

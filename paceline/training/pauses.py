@@ -102,8 +102,9 @@ class Pauses:
         self._cadence.meet_by(iteration)
 
     def between_steps(self) -> None:
-        """The run goes on, and this worker has the model that it computes its next gradient with."""
-        if self._run.traits.shows_model and self._keeps:
+        """The run goes on, and this worker has the model that it computes its next gradient with; where it shows the
+        servers' (`shows_model`)."""
+        if self._keeps:
             self._kept.keep_if_due()
 
     def require_evaluation(self) -> None:

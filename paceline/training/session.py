@@ -173,7 +173,7 @@ class Session:
         context.pacing.watch(whole)
         parts = {name: self._bound(number, replicas[number]) for number, name in enumerate(given.optimizers)}
         first, *others = parts.values()
-        first.stop_vote = self.run.wants_stop
+        first.stop_vote = self.run.stop_vote
         synchronizer = Together(context, whole, parts) if others else first
         feeds = {name: self._feed(loader, whole, synchronizer) for name, loader in loaders.items()}
         handouts = joined([feed.handouts for feed in feeds.values()])

@@ -127,7 +127,7 @@ class Steps:
         if not self._yet_to_step or not self._num_looks:
             summed_loss.close()
 
-    def _step(self, synchronizer: Synchronizer, update: Update, *, is_computed: bool = True) -> None:
+    def _step(self, own: Synchronizer, update: Update, *, is_computed: bool = True) -> None:
         """One step of the first optimizer, and its record: what of its time was computing, moving tensors, and waiting
         for others.
 
@@ -135,28 +135,31 @@ class Steps:
 
         Right after a backward pass no code is in the caches: every call that this leaves out saves 2 us a step.
         """
-        run, prepared = self._run, self._run.prepared
+        run = self._run
+        prepared, handouts = run.prepared, run.prepared.handouts
+        synchronizer = prepared.synchronizer  # of all optimizers
         self._course.begin_step()
-        prepared.handouts.look_back()
+        handouts.begin_step(is_computed=is_computed)
         if not run.steps:
             self._require_batch()
             row_tables.require_none_since(prepared.replica)
         if self._loaders.passes:
-            self._loaders.look(prepared.handouts.progress().num_batches)
+            self._loaders.look(handouts.progress().num_batches)
         if self._summed_loss is not None and self._summed_loss.is_listening:
-            self._look_at_losses(self._summed_loss, synchronizer)
-        if is_computed:
-            prepared.handouts.take_what_was_set()
-        self._change_weights()
+            self._look_at_losses(self._summed_loss, own)
+        alike = prepared.same_gradients
+        if alike is not None and alike.is_looking:
+            alike.weights.close()
+        self._is_stepping = True
         try:
-            outcome = prepared.synchronizer.step(update, pause_at=self._cadence.next_pause)
+            outcome = synchronizer.step(update, pause_at=self._cadence.next_pause)
         finally:
             self._is_stepping = False
-        if prepared.synchronizer.facts is not self._told:
-            self.tell_facts(prepared.synchronizer.facts)
-        samples = prepared.handouts.end_step()
-        if prepared.same_gradients is not None and prepared.same_gradients.is_looking:
-            prepared.same_gradients.end_step()
+        if synchronizer.facts is not self._told:
+            self.tell_facts(synchronizer.facts)
+        samples = handouts.end_step()
+        if alike is not None and alike.is_looking:
+            alike.end_step()
         run.steps += 1
         run.samples += samples
         self._course.end_step(samples, outcome)
@@ -183,18 +186,14 @@ class Steps:
         self._begin_beside()
         if self._summed_loss is not None and self._summed_loss.is_listening:
             self._look_at_losses(self._summed_loss, synchronizer)
-        self._change_weights()
+        alike = self._run.prepared.same_gradients
+        if alike is not None and alike.is_looking:
+            alike.weights.close()
+        self._is_stepping = True
         try:
             synchronizer.step(update, pause_at=NEVER)
         finally:
             self._is_stepping = False
-
-    def _change_weights(self) -> None:
-        """An optimizer of the script steps."""
-        self._is_stepping = True
-        alike = self._run.prepared.same_gradients
-        if alike is not None and alike.is_looking:
-            alike.weights.close()
 
     def _begin_beside(self) -> None:
         self._course.require_allowed()

@@ -1,6 +1,6 @@
 """What one worker's run is made of, and how far it is."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, final
@@ -111,6 +111,11 @@ class WorkerRun:
         """Whether this worker wants all to stop: the time is over, or the user asked for it."""
         is_over = self.config.max_time_s is not None and self.clock.now_s >= self.config.max_time_s
         return is_over or self.reporter.stop_requested()
+
+    @property
+    def stop_vote(self) -> Callable[[], bool]:
+        """What tells the same in every step, with as few calls as the run allows."""
+        return self.reporter.stop_requested if self.config.max_time_s is None else self.wants_stop
 
     def tell(self, event: str, details: Mapping[str, Any] | None = None, *, at_s: float | None = None) -> None:
         """Record an event of the whole run, from rank 0, at a time of the training clock."""

@@ -57,8 +57,8 @@ def test_the_clock_goes_on_after_a_pause_that_failed() -> None:
     with pytest.raises(RuntimeError, match="in it"), account.pause():
         fail()
     now_s += 1
-    share = account.close_step()
-    assert (share.time_s, share.compute_s, share.waiting_s) == (3.0, 3.0, 0.0)
+    record = account.close_step(worker=0, step=1, iteration=1, samples=8, staleness=0)
+    assert (record.time_s, record.compute_s, record.waiting_s) == (3.0, 3.0, 0.0)
 
 
 def test_the_clock_runs_by_default() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from paceline.training.kept_batches import Handed, KeptBatches
 from paceline.training.sharding.contents import tensors_in
@@ -14,7 +14,7 @@ from paceline.training.sharding.part import Place
 
 
 def handed(*tensors: Tensor, weight: float = 1.0) -> Handed:
-    return Handed(Place(0, 0), len(tensors[0]), weight, tuple(map(TensorWeakRef, tensors)))
+    return Handed(Place(0, 0), len(tensors[0]), weight, tuple(map(ref, tensors)))
 
 
 def test_a_part_of_a_kept_batch_is_found() -> None:

@@ -13,10 +13,9 @@ from paceline.partition import LABEL
 from paceline.roster import Participation, Roster
 from paceline.seeding import derive
 from paceline.training.sharding.division import RankBatch
+from paceline.training.sharding.fetching import Fetching
 from paceline.training.sharding.looks import Looks
-from paceline.training.sharding.orders import IndexFeed
 from paceline.training.sharding.part import Part, Place
-from paceline.training.sharding.rebuilding import rebuilt
 
 _LABELS = ("labels", "targets")
 """What data sets call them."""
@@ -68,10 +67,9 @@ class ClientBatches:
         self.roster = Roster(participation, sizes=sizes, num_batches=num_batches, rank=rank, ranks=ranks, seed=seed)
         self._dealing = {"dealing": "elastic, of clients"} if are_dealt_anew else {}
         self._epochs, self._seed = participation.epochs, seed
-        self._feed = IndexFeed(is_whole=True)
         self._generator = torch.Generator()
         self.looks = Looks(loader, is_compared=False)
-        self._inner = rebuilt(loader, dataset, self._generator, batch_sampler=self._feed, **self.looks.changes)
+        self._fetching = Fetching(loader, self._generator, is_whole=True, **self.looks.changes)
         self._number = 0  # of the turn that is handed out
 
     def __len__(self) -> int:
@@ -95,10 +93,7 @@ class ClientBatches:
         turn = self.roster.turn(place.epoch)
         seed = derive(self._seed, "turn", turn.round, turn.client)
         self._generator.manual_seed(derive(seed, "loader"))
-        batches = list(self._batches(turn.client, seed))[place.num_batches_done :]
-        self._feed.begin(iter(batches))
-        for batch, data in zip(batches, self._inner, strict=True):
-            yield Part(data, len(batch.samples), 1.0)
+        return self._fetching.parts(list(self._batches(turn.client, seed))[place.num_batches_done :])
 
     def _batches(self, client: int, seed: int) -> Iterator[RankBatch]:
         samples = self._samples[client]

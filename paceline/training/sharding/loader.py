@@ -18,7 +18,6 @@ from paceline.training.sharding.orders import Orders
 from paceline.training.sharding.part import DIFFERS, DIFFERS_BY_RUN, Part, Place, Source
 from paceline.training.sharding.stand_in import StandIn
 from paceline.training.sharding.streams import Gather, Stream
-from paceline.training.sharding.unprepared import read_prepared
 
 _MAX_IDLE_EPOCHS = 1000
 _OWN = ("__iter__", "_get_iterator", "_index_sampler")
@@ -118,7 +117,8 @@ class ShardedLoader(StandIn):
             self._source = self._orders = Orders(loader, rank=rank, size=size, seed=seed)
         if self._orders is not None:
             self._looks = self._orders.looks
-        self._has_use_of_looks, self._is_compared = is_kept or size > 1, False
+        self._has_use_of_looks = is_kept or size > 1
+        self._is_compared = not self._has_use_of_looks
         self.place = Place(0, 0)
         """Where the next batch comes from."""
         self._resume_at: Place | None = None
@@ -192,7 +192,7 @@ class ShardedLoader(StandIn):
         self._after_end.begin()
         if self._should_stop():
             if self._orders is not None and self._source is self._orders and self._after_end.has_batches():
-                yield from (part.data for part in _parts(self._orders, Place(self.place.epoch, 0)))
+                yield from (part.data for part in self._orders.parts(Place(self.place.epoch, 0)))
                 return
             self._num_idle_epochs += 1
             if self._num_idle_epochs > _MAX_IDLE_EPOCHS:
@@ -218,7 +218,7 @@ class ShardedLoader(StandIn):
         own_pass, own = self._num_passes, vars(self)  # which no script sets here, so that StandIn need not look
         self._is_in_pass = True
         self._look(reads=True)
-        for part in _parts(self._source, self.place):
+        for part in self._source.parts(self.place):
             if not self._is_compared:
                 self._require_same_samples()
             if self._poison is not None:
@@ -263,12 +263,6 @@ class ShardedLoader(StandIn):
                 "a new run from model.safetensors. If the run is to go on with other samples in their places, set "
                 f"dataset.{DIFFERS_BY_RUN} = True"
             )
-
-
-def _parts(source: Source, place: Place) -> Iterator[Part]:
-    parts = read_prepared(source.parts, place)
-    while (part := read_prepared(next, parts, None)) is not None:
-        yield part
 
 
 def _require_same(identity: dict[str, Any], gather: Gather) -> None:

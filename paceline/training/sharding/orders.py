@@ -28,9 +28,9 @@ from torch.utils.data import (
 from paceline.errors import UsageError
 from paceline.seeding import derive, preserved_random_state, random_state, seed_everything, set_random_state
 from paceline.training.sharding.division import Group, RankBatch, groups_of, share_out, undivided
+from paceline.training.sharding.fetching import Fetching
 from paceline.training.sharding.looks import Looks
 from paceline.training.sharding.part import Part, Place
-from paceline.training.sharding.rebuilding import rebuilt
 
 _DRAWN_AT_ONCE = 256
 """Batches; what is drawn at once shares one change of the random state, which takes half a millisecond."""
@@ -54,16 +54,10 @@ class Orders:
             raise UsageError(
                 "the DataLoader already has a DistributedSampler; prepare divides the data itself: remove it"
             )
-        self._feed = IndexFeed(is_whole=self._batch_sampler is not None)
         self._generator = torch.Generator()
         self.looks = Looks(loader, is_compared=size > 1)
-        changes = self.looks.changes
-        if loader.batch_sampler is not None:
-            self._inner = rebuilt(loader, loader.dataset, self._generator, batch_sampler=self._feed, **changes)
-        else:
-            self._inner = rebuilt(
-                loader, loader.dataset, self._generator, batch_size=None, sampler=self._feed, **changes
-            )
+        is_whole = self._batch_sampler is not None
+        self._fetching = Fetching(loader, self._generator, is_whole=is_whole, **self.looks.changes)
         self.order = 0, ""
         """The last epoch that the script's own samplers have drawn, and a digest of how it begins."""
         self._limit = _length(loader.sampler if self._batch_sampler is None else self._batch_sampler)
@@ -138,10 +132,7 @@ class Orders:
         """The samples of these batches. `path`: what tells them from others that are fetched."""
         # Augmentation in loader workers: a stream of its own for every rank, whatever generator the script has given.
         self._generator.manual_seed(derive(self._seed, "loader", *path))
-        fed = self._feed.begin(batches)
-        for data in self._inner:
-            batch = fed.popleft()
-            yield Part(data, len(batch.samples), batch.weight)
+        return self._fetching.parts(batches)
 
     @property
     def _drops_last(self) -> bool:
@@ -247,27 +238,6 @@ def _plain_batches(
         order = array("q", RandomSampler(samples) if is_shuffled else SequentialSampler(samples))
     end = num_samples - num_samples % batch_size if drop_last else num_samples
     return [order[start : min(start + batch_size, end)] for start in range(0, end, batch_size)]
-
-
-@final
-class IndexFeed:
-    """The inner loader's sampler, which remembers what it has given and the loader has not yet fetched."""
-
-    def __init__(self, *, is_whole: bool) -> None:
-        self._is_whole = is_whole
-        self._batches: Iterator[RankBatch] = iter(())
-        self._given: deque[RankBatch] = deque()
-
-    def begin(self, batches: Iterator[RankBatch]) -> deque[RankBatch]:
-        """Take an epoch's batches; returns those given and not fetched."""
-        self._batches, self._given = batches, deque()
-        return self._given
-
-    def __iter__(self) -> Iterator[Any]:
-        batches, given = self._batches, self._given
-        for batch in batches:
-            given.append(batch)
-            yield list(batch.samples) if self._is_whole else batch.samples[0]
 
 
 def _with_own_objects(samplers: Iterable[Any], dataset: Any) -> list[Any]:

@@ -3,8 +3,11 @@
 torch tells nobody that a loader is read. So all loaders of this process are listened to while somebody watches.
 """
 
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from traceback import walk_stack
 from typing import Any, final
 from weakref import ref
 
@@ -87,10 +90,15 @@ class UnpreparedLoaders:
 
 def _begin_pass(watch: UnpreparedLoaders, own: Callable[[DataLoader[Any]], Any], loader: DataLoader[Any]) -> Any:
     batches = own(loader)
-    watch.begin_pass(loader, batches)
+    if not _reads_prepared():
+        watch.begin_pass(loader, batches)
     return batches
 
 
+def _reads_prepared() -> bool:
+    """Whether a prepared loader reads: torch's own beneath it, or one that its data set reads."""
+    return any(frame.f_code.co_filename == _PREPARED for frame, _ in walk_stack(sys._getframe(1)))
+
+
+_PREPARED = os.path.join(os.path.dirname(__file__), "loader.py")
 _listening = Listening(DataLoader, "__iter__", _begin_pass)
-read_prepared = _listening.unheard
-"""Reads for a loader that was prepared: takes what reads, and what it is to be given."""

@@ -1,0 +1,88 @@
+"""Fetches batches of map-style data by their indices."""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, MapDataPipe, TensorDataset, default_collate
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from paceline.training.sharding.division import RankBatch
+from paceline.training.sharding.part import Part
+from paceline.training.sharding.rebuilding import rebuilt
+
+Fetch = Callable[[Any], Any]
+
+
+@final
+class Fetching:
+    """Fetches with the script's loader workers, if it has any. Otherwise as torch's loader does in the script's own
+    process, without the fifteen calls that it makes around each batch.
+
+    Args:
+        loader: the script's.
+        generator: seeds the loader workers.
+        is_whole: whether what is fetched at once is a list of indices, or one of them.
+        changes: to the script's loader.
+    """
+
+    def __init__(self, loader: DataLoader[Any], generator: torch.Generator, *, is_whole: bool, **changes: Any) -> None:
+        self._is_whole = is_whole
+        self._batches: Iterable[RankBatch] = ()
+        self._given: deque[RankBatch] = deque()
+        feeds = {"batch_size": None, "sampler": self} if loader.batch_sampler is None else {"batch_sampler": self}
+        self._inner = rebuilt(loader, loader.dataset, generator, **feeds, **changes)
+
+    def parts(self, batches: Iterable[RankBatch]) -> Iterator[Part]:
+        """The samples of these batches."""
+        fetch = _here(self._inner)
+        if fetch is not None:
+            for batch in batches:
+                yield Part(fetch(self._indices(batch)), len(batch.samples), batch.weight)
+            return
+        given: deque[RankBatch] = deque()
+        self._batches, self._given = batches, given
+        for data in self._inner:
+            batch = given.popleft()
+            yield Part(data, len(batch.samples), batch.weight)
+
+    def __iter__(self) -> Iterator[Any]:
+        """As the inner loader's sampler: remembers what it has given and the loader has not yet fetched."""
+        batches, given = self._batches, self._given
+        for batch in batches:
+            given.append(batch)
+            yield self._indices(batch)
+
+    def _indices(self, batch: RankBatch) -> Any:
+        return list(batch.samples) if self._is_whole else batch.samples[0]
+
+
+def _here(loader: DataLoader[Any]) -> Fetch | None:
+    """What fetches in this process; none where torch's loader does more than that."""
+    dataset: Any = loader.dataset
+    is_profiled = torch.autograd._profiler_enabled()  # which shows what loading takes
+    if loader.num_workers or loader.pin_memory or is_profiled or isinstance(dataset, MapDataPipe):
+        return None
+    fetch: Fetch = _MapDatasetFetcher(dataset, loader._auto_collation, loader.collate_fn, loader.drop_last).fetch
+    is_table = type(dataset) is TensorDataset and loader.collate_fn is default_collate
+    if is_table and loader._auto_collation and all(map(_has_plain_rows, dataset.tensors)):
+        return partial(_rows, dataset, fetch)
+    return fetch
+
+
+def _has_plain_rows(tensor: Tensor) -> bool:
+    """Whether a selection of its rows is what stacking them makes."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return is_plain and tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_quantized
+
+
+def _rows(dataset: TensorDataset, fetch: Fetch, indices: Sequence[Any]) -> Any:
+    """A batch of a table, of which torch would make a tensor for each sample first."""
+    if type(indices[0]) is not int or min(indices) < 0:
+        return fetch(indices)
+    rows = torch.frombuffer(array("q", indices), dtype=torch.int64)
+    return [tensor.index_select(0, rows) for tensor in dataset.tensors]

@@ -1,0 +1,129 @@
+"""Batches that are fetched without torch's loader are those that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset
+
+from paceline.training.sharding import RankBatch, ShardedLoader, UnpreparedLoaders
+from paceline.training.sharding.fetching import Fetching
+
+NUM_SAMPLES = 12
+
+
+class Augmented(Dataset[Tensor]):
+    """Draws each sample at random, as augmentation does."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return index + torch.rand(3)
+
+
+class Whole(Augmented):
+    """Gives the samples of a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return [self[index] for index in reversed(indices)]
+
+
+class Noisy(TensorDataset):
+    """A table in which each sample is drawn at random."""
+
+    def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
+        return tuple(tensor + torch.rand(tensor.shape) for tensor in super().__getitem__(index))  # type: ignore[no-untyped-call]
+
+
+def table(kind: type[TensorDataset] = TensorDataset) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(NUM_SAMPLES, 3, 4, 4, generator=generator)
+    return kind(images, torch.arange(NUM_SAMPLES), images.flatten(1).double())
+
+
+def channels_last() -> TensorDataset:
+    return TensorDataset(torch.randn(NUM_SAMPLES, 3, 4, 4).to(memory_format=torch.channels_last))
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "table": lambda: DataLoader(table(), batch_size=4),
+    "table of one tensor, short last batch": lambda: DataLoader(TensorDataset(torch.randn(NUM_SAMPLES)), batch_size=5),
+    "table that is not contiguous": lambda: DataLoader(channels_last(), batch_size=4),
+    "table of a script's own kind": lambda: DataLoader(table(Noisy), batch_size=4),
+    "table, collated by the script": lambda: DataLoader(table(), batch_size=4, collate_fn=len),
+    "subset": lambda: DataLoader(Subset(table(), range(2, NUM_SAMPLES)), batch_size=4),
+    "data set that draws": lambda: DataLoader(Augmented(), batch_size=4),
+    "data set of whole batches": lambda: DataLoader(Whole(), batch_size=4),
+    "unbatched": lambda: DataLoader(table(), batch_size=None),
+    "fetched by a batch sampler": lambda: DataLoader(
+        Subset(table(), range(NUM_SAMPLES)),
+        batch_size=None,
+        sampler=BatchSampler(range(NUM_SAMPLES), 4, drop_last=False),
+        collate_fn=list,
+    ),
+}
+
+
+def looks(thing: Any) -> Any:
+    """What tells it from another: containers, kinds of tensors and how they lie in memory, values."""
+    if isinstance(thing, Tensor):
+        return thing.dtype, thing.shape, thing.stride(), thing.tolist()
+    return (type(thing), [looks(part) for part in thing]) if isinstance(thing, list | tuple) else thing
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_batches_are_those_of_torch(name: str) -> None:
+    loader = LOADERS[name]()
+    loader.generator = torch.Generator()  # from which torch draws a seed for loader workers
+    indices: list[Any] = list(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    is_whole = isinstance(indices[0], list)
+    batches = [RankBatch(tuple(each) if is_whole else (each,), 1.0) for each in indices]
+    fetching = Fetching(loader, torch.Generator(), is_whole=is_whole)
+    torch.manual_seed(1)
+    expected = [looks(data) for data in loader]
+    torch.manual_seed(1)
+    assert [(looks(part.data), part.num_samples) for part in fetching.parts(batches)] == [
+        (data, len(batch.samples)) for data, batch in zip(expected, batches, strict=True)
+    ]
+
+
+def test_a_profile_shows_what_loading_takes() -> None:
+    fetching = Fetching(LOADERS["table"](), torch.Generator(), is_whole=True)
+    with torch.profiler.profile() as profile:
+        assert len(list(fetching.parts([RankBatch((0, 1), 1.0)]))) == 1
+    assert any("DataLoader" in event.key for event in profile.key_averages())
+
+
+def test_a_table_may_get_other_tensors() -> None:
+    data = table()
+    parts = Fetching(DataLoader(data, batch_size=2), torch.Generator(), is_whole=True).parts(
+        [RankBatch((0, 1), 1.0), RankBatch((-1, 3), 1.0)]
+    )
+    next(parts)
+    data.tensors = (torch.arange(NUM_SAMPLES),)
+    assert [tensor.tolist() for tensor in next(parts).data] == [[NUM_SAMPLES - 1, 3]]
+
+
+class ReadsAnother(Augmented):
+    """Each sample is a batch of another loader."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        batch: Tensor = next(iter(DataLoader(torch.arange(NUM_SAMPLES), batch_size=2)))  # type: ignore[arg-type]
+        return batch
+
+
+def test_a_loader_that_a_data_set_reads_is_not_the_scripts() -> None:
+    watch = UnpreparedLoaders(rank=0, size=2)
+    try:
+        batches = iter(ShardedLoader(DataLoader(ReadsAnother(), batch_size=2), rank=0, size=2, seed=0))
+        assert next(batches).shape == (2, 2)
+        assert not watch.passes
+        own = iter(DataLoader(torch.arange(NUM_SAMPLES)))  # type: ignore[arg-type]
+        assert [one.batches() for one in watch.passes] == [own]
+    finally:
+        watch.close()

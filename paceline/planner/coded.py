@@ -28,8 +28,6 @@ class CodedMean(NamedTuple):
 
     time_s: float
     loads: Loads
-    queued_s: float = 0.0
-    """For so long its messages are in the way of others: those that a worker sends to all at once."""
 
 
 _Coded = TypeVar("_Coded", AllReduced, Neighbouring)
@@ -76,7 +74,7 @@ def coded_mean(
     total = payload_bytes(codec, work)
     num_elements = work.parameter_bytes // 4
     speed = min(setting.cluster.each_host()[host].speed for host in hosts.tolist())
-    time_s, queued_s = coding_s(codec, num_elements, size) / speed, 0.0
+    time_s = coding_s(codec, num_elements, size) / speed
     loads = fabric.nothing
     if size > 1 and (codec.joint or codec.linear):
         ring = RingReduction(fabric, hosts, np.zeros_like(hosts), setting.message_s)
@@ -87,28 +85,26 @@ def coded_mean(
         each, rounds = (total, 1) if codec.sparse else (total / size, 2)
         among = fabric.everyone_to_everyone(hosts, hosts, each) + fabric.messages(hosts, hosts, -each)
         latency_s = float(fabric.farthest_s(hosts, hosts).max()) + (size - 1) * setting.message_s
-        queued_s = rounds * fabric.busiest(among).busy_s
-        time_s += queued_s + rounds * latency_s
+        time_s += rounds * (fabric.busiest(among).busy_s + latency_s)
         loads = loads + among * rounds
     if scope == "links" and setting.ring.num_inner.any():  # the ranks of a host hand theirs to the first, and back
         inner = fabric.messages(leaders, leaders, setting.ring.num_inner.astype(np.float64) * 2 * work.parameter_bytes)
         time_s += fabric.busiest(inner).busy_s
         loads = loads + inner
-    return CodedMean(time_s, loads, queued_s)
+    return CodedMean(time_s, loads)
 
 
 def coded_exchange(traffic: AllReduced, setting: Setting) -> CodedMean | None:
     """A step's average of gradients; None where nothing is coded.
 
-    Flags are averaged by themselves, beside what is coded, and wait for its messages. Of several buckets, the last
-    one's are there before it is coded.
+    Flags are averaged first, by themselves. Of several buckets, the last one's are under way while the first is coded.
     """
     assert traffic.codec is not None
     coded = coded_mean(traffic.codec, traffic.codec_scope, setting)
     if coded is None or not traffic.has_flags or len(filling.of(traffic, setting)) > 1:
         return coded
     num_bytes = 4 * (NUM_FLAGS + len(setting.work.tensor_bytes))
-    time_s = max(coded.time_s, coded.queued_s + sum(setting.ring.parts_s(num_bytes)))
+    time_s = coded.time_s + sum(setting.ring.parts_s(num_bytes))
     return CodedMean(time_s, coded.loads + setting.ring.loads(num_bytes))
 
 

@@ -145,9 +145,9 @@ class _Share(NamedTuple):
 @final
 class _Coded(Work):
     """One bucket's average through a codec, which runs when it is waited for: of several, in the same order on all
-    workers. Its flags are under way from the start and beside it. So is, before it, the notice of workers that are to
-    leave: where there is one, the exchange goes without the codec, with all that anybody owes. Who leaves could send
-    that no more, and what hosts have left out together would belong to nobody."""
+    workers. Its flags are under way from the start, and so is the notice of workers that are to leave. Where there is
+    one, the exchange goes without the codec, with all that anybody owes: who leaves could send that no more, and what
+    hosts have left out together would belong to nobody."""
 
     def __init__(
         self,
@@ -197,10 +197,10 @@ class _Coded(Work):
     def wait(self) -> None:
         if self._flags is None:
             return
+        self._flags.wait()
         self._notices.wait()
         self._carries_all = bool(self._notice > 0)
         self._average().wait()
-        self._flags.wait()  # by now they are mostly there
         if self._segment is not None:
             self._segment.zero_padding(self._bucket.values)
         flags = self._bucket.flags

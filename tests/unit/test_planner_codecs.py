@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,33 +58,17 @@ def test_plans_come_true(strategy: str, workers: int, codec: str, tmp_path: Path
         assert 0.95 * found.step_s_low <= taken_s <= 1.05 * found.step_s_high
 
 
-FEW = StepWork(tensor_bytes=(160, 16), tensor_shapes=((4, 10), (4,)), samples=4)
-MORE = StepWork(tensor_bytes=(90_000, 160, 16), tensor_shapes=((150, 150), (4, 10), (4,)), samples=4)
-
-
-@pytest.mark.parametrize(
-    ("work", "gbit_per_s", "codec", "exchange_s"),
-    [
-        (FEW, 1.0, "int8", 0.0014),
-        (FEW, 1.0, "top-k", 0.0014),
-        (MORE, 0.1, "int8", 0.0048),  # of which messages take 3.2 ms, and flags wait until they have left
-        (MORE, 0.1, "top-k", 0.0023),
-        (MORE, 0.1, "powersgd:start=0", 0.0036),  # averages by rings, whose messages are in nobody's way
-    ],
-)
-def test_flags_go_beside_what_is_coded(
-    work: StepWork, gbit_per_s: float, codec: str, exchange_s: float, tmp_path: Path
-) -> None:
-    """On links of 100 us eight workers' flags take 14 messages, 1.4 ms."""
-    hosts = Hosts(count=8, bandwidth_gbit_per_s=gbit_per_s, latency_us=100.0)
+@pytest.mark.parametrize("codec", ["int8", "top-k"])
+def test_flags_go_by_themselves(codec: str, tmp_path: Path) -> None:
+    """On links of 100 us eight workers' flags take 14 messages, 1.4 ms, before what is coded leaves."""
+    hosts = Hosts(count=8, bandwidth_gbit_per_s=1.0, latency_us=100.0)
     cluster = Cluster(hosts=(hosts,), compute=Compute(step_s=0.005))
-    given: dict[str, Any] = {"strategy": "all-reduce", "workers": 8, "work": work, "options": {"codec": codec}}
+    small = StepWork(tensor_bytes=(160, 16), tensor_shapes=((4, 10), (4,)), samples=4)
+    given: dict[str, Any] = {"strategy": "all-reduce", "workers": 8, "work": small, "options": {"codec": codec}}
     found = predict(cluster, **given)
-    script = tiny if work is FEW else partial(large, shape=(150, 150))
-    result = run(script, tmp_path, "all-reduce", 8, cluster=cluster, options={"codec": codec}, max_steps=6)
-    assert median_step_s(result) == pytest.approx(0.005 + exchange_s, rel=0.02)
+    result = run(tiny, tmp_path, "all-reduce", 8, cluster=cluster, options={"codec": codec}, max_steps=6)
     for taken_s in (simulate(cluster, **given, steps=20).step_s, median_step_s(result)):
-        assert taken_s == pytest.approx(found.step_s, rel=0.03)
+        assert taken_s == pytest.approx(found.step_s, rel=0.01)
 
 
 @pytest.mark.parametrize(("fragments", "codec"), [(1, "int8"), (2, "one-bit")])

@@ -8,8 +8,8 @@ Hosts are network namespaces of this machine with links of 100 Mbit/s (Linux and
 ResNet-18 of width 8 has, 0.7 MB, under the methods of time_to_accuracy.py, and sleep instead of computing, so that they
 do not fight for the cores that they share. A probe of two of the hosts describes the cluster, as in prediction.py. Both
 predictions are made from its file alone: scripts sleep in simulated time, too, and to a plan the sleep is what a step
-takes besides computing. A step is what a worker took for one on the average while all were at it, over whole rounds. The
-table has the median of the workers, and of several runs again the median.
+takes besides computing. A step is what a worker took for one on the average while all were at it, over whole rounds.
+The table has the median of the workers, and of several runs again the median.
 
 Runs that the JSON file holds stay, and are not made again: so parts can be run at a time.
 """

@@ -6,10 +6,10 @@
 
 Hosts are network namespaces of this machine with links of 100 Mbit/s (Linux and root needed). Workers exchange what
 ResNet-18 of width 8 has, 0.7 MB, under the methods of time_to_accuracy.py, and sleep instead of computing, so that they
-do not fight for the cores that they share. A probe of two of the hosts describes the cluster, as in prediction.py, from
-whose file alone both predictions are made: scripts sleep in simulated time, too, and to a plan the sleep is what a step
-takes besides computing. A step is what each worker took for one on the average while all were at it, over whole rounds;
-of these the median, and of several runs again the median.
+do not fight for the cores that they share. A probe of two of the hosts describes the cluster, as in prediction.py. Both
+predictions are made from its file alone: scripts sleep in simulated time, too, and to a plan the sleep is what a step
+takes besides computing. A step is what a worker took for one on the average while all were at it, over whole rounds.
+The table has the median of the workers, and of several runs again the median.
 
 Runs that the JSON file holds stay, and are not made again: so parts can be run at a time.
 """
@@ -166,7 +166,7 @@ def measure(strategies: Sequence[str], kept: Kept, keep: Callable[[], None], *, 
 def table_of(runs: dict[str, list[float]], simulated: dict[str, float], planned: dict[str, float]) -> Table:
     table = Table(title="A step, ms", title_justify="left")
     table.add_column("method")
-    for title in ("simulated", "planned", "measured", "runs", "simulated", "planned"):
+    for title in ("simulated", "planned", "measured", "runs", "simulated beside it", "planned beside it"):
         table.add_column(title, justify="right")
     for strategy, own_s in runs.items():
         middle_s, predicted_s = statistics.median(own_s), (simulated[strategy], planned[strategy])

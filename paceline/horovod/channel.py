@@ -84,10 +84,12 @@ class Channel:
         self._changed = threading.Condition(self._lock)
         self._driving = threading.Lock()
         # Whoever asks adds to these three without a lock, whose taking would cost half as much as all else that asking
-        # does here; only who drives takes from them. Python does each single change of a list or dictionary whole.
+        # does here; who drives, or ends the channel, takes from them. Python does each single change of a list or
+        # dictionary whole.
         self._asked: dict[str, Operation] = {}  # under way, by name
         self._new: list[Operation] = []  # that the others have not heard of
         self._new_bytes = 0  # roughly, if several threads ask
+        self._undone: list[Operation] = []  # that a batch has failed with; their names may be asked for anew
         self._is_idle = True  # the channel's thread sleeps until something is asked for
         self._awaking = threading.Condition(self._lock)  # it alone waits for this
         self._is_urgent = threading.Event()  # it is not to wait for quiet
@@ -222,8 +224,7 @@ class Channel:
     def _wait_for_quiet(self) -> bool:
         """Return once something is asked for, and nothing more for a cycle, or much; false at the channel's end."""
         with self._lock:
-            self._is_idle = True
-            self._awaking.wait_for(lambda: self._is_ended or bool(self._asked))
+            self._awaking.wait_for(self._has_work)
             self._is_idle = False
         patience_s, count = self._pace.look_s, -1
         for _ in range(_MOST_LOOKS):
@@ -235,6 +236,15 @@ class Channel:
             patience_s = min(2 * patience_s, self._pace.longest_s)
         self._is_urgent.clear()
         return not self._is_ended
+
+    def _has_work(self) -> bool:
+        """Whether the channel's thread is not to sleep.
+
+        Who asks takes it for awake, and whoever waits may have done all of it before this look. So before each look it
+        says anew that it sleeps.
+        """
+        self._is_idle = True
+        return self._is_ended or bool(self._asked)
 
     def _awake(self) -> None:
         """Have the channel's thread look, which begins with the first operation."""
@@ -249,7 +259,8 @@ class Channel:
     def _round(self) -> None:
         """Say what is new, hear the others, and do what is due on all ranks."""
         try:
-            mine = self._negotiator.news(self._take_new(), has_joined=self._has_joined)
+            has_joined = self._has_joined  # first, as what this rank asked for before it joined is to be told by then
+            mine = self._negotiator.news(self._take_new(), has_joined=has_joined)
             self._timeline.cycle()
             said = self.collective.all_gather_object(mine.as_plain())
             everyone = [News.from_plain(each) for each in said]
@@ -285,11 +296,12 @@ class Channel:
                 operation.error = HorovodInternalError(error)
         else:
             try:
+                if self._failure is not None:  # another thread's; what it has ended is no longer there to be done
+                    raise self._failure
                 with self._ledger.moving(self.collective.timing):
                     self._executor.run(batch, operations)
             except BaseException:
-                # They are to end with everything else that is under way.
-                self._asked.update({operation.request.name: operation for operation in mine})
+                self._undone += mine  # they are to end with everything else that is under way
                 raise
         if self._timeline.is_on:
             for operation in mine:
@@ -309,7 +321,8 @@ class Channel:
             error.__cause__ = cause
         with self._lock:
             self._failure, self._is_ended = self._failure or error, True
-            ended, self._asked, self._new = [*self._asked.values()], {}, []
+            ended = [*self._undone, *self._asked.values()]
+            self._undone, self._asked, self._new = [], {}, []
             self._awaking.notify()
         for operation in ended:
             operation.error = self._failure

@@ -172,6 +172,75 @@ def test_what_is_asked_for_as_a_round_begins_is_not_lost(alone: None) -> None:
     assert late[0].is_over
 
 
+def test_what_nobody_waits_for_is_taken_up_after_what_somebody_waited_for(alone: None) -> None:
+    for number in range(5):
+        hvd.allreduce(torch.ones(1), name=f"waited for {number}")
+        time.sleep(0.05)  # the channel's thread, which was to take it up, finds that it is over
+    handle = hvd.allreduce_async(torch.ones(1), name="not waited for")
+    until_s = time.monotonic() + 10
+    while not hvd.poll(handle) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert handle.is_over
+
+
+def test_a_name_that_is_asked_for_anew_while_it_fails_ends_too(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        handles.append(hvd.allreduce_async(torch.ones(1), name="same"))
+        raise OSError("the link is broken")
+
+    handles: list[Any] = []
+    monkeypatch.setattr(runtime().channel(GLOBAL)._executor, "run", fail)
+    with pytest.raises(hvd.HorovodInternalError, match="the link is broken"):
+        hvd.allreduce(torch.ones(1), name="same")
+    assert handles[0].is_over
+    with pytest.raises(hvd.HorovodInternalError, match="the link is broken"):
+        hvd.synchronize(handles[0])
+
+
+def test_who_joins_has_told_first_what_it_asked_for_before(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = runtime().channel(GLOBAL)
+    news = channel._negotiator.news
+
+    class Interrupted(list[Any]):
+        """While its content is taken, another thread gets its turn, which asks, and joins."""
+
+        def copy(self) -> list[Any]:
+            taken = super().copy()
+            if not late:
+                late.append(hvd.allreduce_async(torch.ones(1), name="late"))
+                channel._has_joined = True
+            return taken
+
+    def told(requests: list[Any], *, has_joined: bool = False, is_leaving: bool = False) -> Any:
+        said.append(([each.name for each in requests], has_joined))
+        return news(requests, has_joined=has_joined, is_leaving=is_leaving)
+
+    late: list[Any] = []
+    said: list[tuple[list[str], bool]] = []
+    channel._new = Interrupted()
+    monkeypatch.setattr(channel._negotiator, "news", told)
+    hvd.allreduce(torch.ones(1), name="early")
+    hvd.synchronize(late[0])
+    assert said[:2] == [(["allreduce.early"], False), (["allreduce.late"], True)]
+
+
+def test_no_zeros_stand_for_what_was_ended_meanwhile(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = runtime().channel(GLOBAL)
+    hear = channel._negotiator.hear
+
+    def hear_late(everyone: Any) -> Any:
+        due = hear(everyone)
+        channel._fail(hvd.HorovodInternalError("it took too long"))  # as another thread that waits may find
+        return due
+
+    done: list[Any] = []
+    monkeypatch.setattr(channel._negotiator, "hear", hear_late)
+    monkeypatch.setattr(channel._executor, "run", lambda *given: done.append(given))
+    with pytest.raises(hvd.HorovodInternalError, match="it took too long"):
+        hvd.allreduce(torch.ones(1), name="late")
+    assert done == []
+
+
 def test_threads_ask_at_once_and_no_operation_is_lost(world: HorovodWorld) -> None:
     for sums, num_asked in world.run(_ask_in_threads):
         assert sums == [6.0] * 4 * 150

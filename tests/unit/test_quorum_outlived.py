@@ -299,7 +299,7 @@ def test_one_joins_while_the_last_leaves(leaves_first: list[int], is_let_in_firs
 
     def leaves(servers: list[int]) -> None:
         for way, queue in leaving.items():
-            if way[2] in servers:
+            if queue and way[2] in servers:
                 net.deliver(way, Message.decode(queue.popleft(), epoch=EPOCH))
 
     others = [server for server in range(3) if server not in leaves_first]

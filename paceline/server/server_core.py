@@ -305,7 +305,7 @@ class ServerCore:
     def tick(self, now_s: float) -> Iterator[Action]:
         """What to do because it is that late. The shard that decides for others is the only one that looks."""
         part = self.parts[-1]
-        return self._answering.answer(len(self.parts) - 1, part, part.shard.tick(now_s), now_s)
+        yield from self._answering.answer(len(self.parts) - 1, part, part.shard.tick(now_s), now_s)
 
     def failure(self, error: Exception) -> Message:
         """What the asker is told."""

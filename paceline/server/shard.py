@@ -337,7 +337,8 @@ class Shard:
         """A round is over, of which all who are there have given something. An update may take several."""
         shares = [each.share for each in given if each.share is not None]
         share = shares[0]._replace(num_samples=sum(each.num_samples for each in shares))
-        one = Round(given[0].clock, share, any(each.is_void for each in given) or self._lacks_one(given))
+        is_void = any(each.is_void for each in given) or (share.num_samples > 0 and self._lacks_one(given))
+        one = Round(given[0].clock, share, is_void)
         for each in given:
             if each.share is not None and each.share.num_samples and each.contribution is not None:
                 each.staleness = self.iteration - self._pulled_at.get(each.worker, 0)

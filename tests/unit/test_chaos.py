@@ -10,9 +10,11 @@ import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
+from paceline.comm.servers.group import ServerGroup
 from paceline.engines import striking
 from paceline.engines.ray import nodes
 from paceline.engines.requests import Desk
@@ -20,9 +22,15 @@ from paceline.engines.scripting import Script, is_lack_of_memory
 from paceline.engines.striking import KINDS, SERVERS, Strike, acts, connections, hosts
 from paceline.errors import RunFailed, UsageError
 from paceline.running.chaos import Campaign, Schedule, drawing, launcher, runs, schedule
-from paceline.running.chaos.program import AMONG_WORKERS, PLACES, UNDER_SERVERS
+from paceline.running.chaos.program import AMONG_WORKERS, PLACES, UNDER_SERVERS, _write_pushes
 from paceline.running.chaos.roles import Role, roles_of
+from paceline.server.spec import Push
+from paceline.server.whole_updates import Share
 from paceline.strategies import build
+from paceline.strategies.quorum import QuorumSynchronizer
+from paceline.strategies.serving import ServerSynchronizer
+from paceline.training.sharding.division import RankBatch
+from paceline.training.sharding.orders import Orders
 
 CALLS = {f"worker-{rank}": dict.fromkeys(AMONG_WORKERS.often, 20) for rank in range(3)}
 SCRIPT = Script("train.py", "", (), "/tmp", ())
@@ -36,6 +44,21 @@ def test_places_are_there() -> None:
     places = [*(each.all for each in PLACES.values()), SERVERS.all, launcher.PLACES]
     for owner, name in [place for each in places for place in each.values()]:
         assert callable(getattr(owner, name))
+
+
+def test_what_stands_in_for_others_is_written_down_as_of_no_samples(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(ServerGroup, "exchange", lambda group, push: None)
+    monkeypatch.setattr(Orders, "fetched", lambda orders, batches: batches)
+    for owner in (ServerSynchronizer, QuorumSynchronizer):
+        monkeypatch.setattr(owner, "step", owner.step)  # to be as before when this ends
+    monkeypatch.setenv(striking.VARIABLE, str(tmp_path))
+    (tmp_path / "pushed").mkdir()
+    _write_pushes("worker-0", [0])
+    for clock, share in enumerate([None, Share(1, 0, 0, 1), Share(0, 0, 0, 2)]):
+        next(Orders.fetched(None, iter([RankBatch((7,), 1.0)])))
+        ServerGroup.exchange(SimpleNamespace(clock=clock), Push(pause_at=9, share=share))
+    lines = (tmp_path / "pushed" / "worker-0").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [[0, [7]], [1, [7]], [2, []]]
 
 
 def test_silence_tells_pauses_from_what_is_deadly() -> None:

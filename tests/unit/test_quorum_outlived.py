@@ -236,3 +236,91 @@ def test_all_servers_make_the_same_rounds_of_whole_changes(
             break
         number += 1
     campaign.require_whole()
+
+
+def with_grace(workers: int) -> Net:
+    """On two servers elsewhere, with a quorum of two."""
+    rules = (Quorum(Membership.first(workers), quorum=2, grace_s=1.0) for _ in range(2))
+    beside = [[False, False]] * workers
+    return Net(rules, beside, randomness=random.Random(0), piece_bytes=64, outlives_workers=True)
+
+
+def let_go_at(net: Net, dead: int, now_s: float) -> None:
+    net.now_s = now_s
+    for _ in letting_go(net, dead):
+        pass
+    net.run()
+
+
+def test_grace_begins_with_a_change_that_counts_when_its_worker_is_gone() -> None:
+    net = with_grace(3)
+    net.push(0, 1.0, done=Done(0, 1))
+    net.run()
+    net.push(1, 1.0, done=Done(0, 1))
+    for way in [way for way, queue in net.under_way.items() if queue]:
+        while net.under_way[way]:  # both servers have it, and are not told that it counts
+            net.deliver(way, Message.decode(net.under_way[way].popleft(), epoch=EPOCH))
+    lose_some(net, 1, random.Random(0))
+    let_go_at(net, 1, 5.0)
+    assert net.servers[0].wakes_at_s == 6.0
+    net.now_s = 6.0
+    act(net, 0, net.servers[0].tick(net.now_s))
+    net.run()
+    assert net.is_idle(0)
+    assert [server.iteration for server in net.servers] == [1, 1]
+    assert not net.errors
+
+
+def test_a_worker_is_let_go_when_the_grace_of_its_round_is_over() -> None:
+    net = with_grace(3)
+    for worker in range(2):
+        net.push(worker, 1.0, done=Done(0, 1))
+    net.run()
+    assert net.servers[0].wakes_at_s == 1.0
+    let_go_at(net, 1, 2.0)
+    assert net.is_idle(0)
+    assert [server.iteration for server in net.servers] == [1, 1]
+    assert not net.errors
+
+
+@pytest.mark.parametrize("leaves_first", [[0], [1], [2], [0, 1], [1, 2], []], ids=str)
+@pytest.mark.parametrize("is_let_in_first", [False, True])
+def test_one_joins_while_the_last_leaves(leaves_first: list[int], is_let_in_first: bool) -> None:
+    """What a dead worker has given waits for one more. Some servers hear that the other one leaves before they hear of
+    the joiner, and some after."""
+    rules = (Quorum(Membership.first(2), quorum=2) for _ in range(3))
+    net = Net(rules, [[False] * 3] * 3, randomness=random.Random(0), piece_bytes=64, outlives_workers=True)
+    net.push(1, 1.0, done=Done(0, 1))
+    net.run()
+    let_go_at(net, 1, 0.0)
+    net.ask(0, net.clients[0].leave())
+    leaving = dict(net.under_way)
+    net.under_way.clear()
+
+    def leaves(servers: list[int]) -> None:
+        for way, queue in leaving.items():
+            if queue and way[2] in servers:
+                net.deliver(way, Message.decode(queue.popleft(), epoch=EPOCH))
+
+    others = [server for server in range(3) if server not in leaves_first]
+    leaves(leaves_first)
+    turns = letting_in(net, 2)
+    for _ in range(3):
+        next(turns)
+    if not is_let_in_first:
+        leaves(others)
+    for _ in turns:
+        pass
+    net.ask(2, net.clients[2].wait(pause_at=FOREVER))
+    if is_let_in_first:
+        leaves(others)
+    net.run()
+    assert net.is_idle(2)
+    assert net.clients[2].reply().admitted
+    net.push(2, 3.0, done=Done(0, 1))
+    net.run()
+    assert net.is_idle(2)
+    assert not net.errors
+    made = [[each.worker for each in net.records if each.server == server] for server in range(3)]
+    assert made == [made[0]] * 3
+    assert sorted(made[0]) == [1, 2]

@@ -385,6 +385,17 @@ def test_a_round_is_void_whose_stand_in_is_needed_and_none() -> None:
     assert shard.iteration == 1
 
 
+def test_what_stands_in_is_not_needed_where_nobody_is_left_who_has_samples() -> None:
+    """The update that is open takes its samples from a later round."""
+    shard = make_shard(RULES["bsp"](Membership.first(4)), aggregator=TrimmedMean(byzantine=1))
+    for worker, stands_in in enumerate([1.0, 1.0, None]):
+        pushed(shard, worker, 0, stands_in, Share(0, 2, 0, 1))
+    shard.leave(3)
+    for worker, num_samples in enumerate([1, 1, 0]):
+        pushed(shard, worker, 1, 3.0, Share(num_samples, 2, 0, 1))
+    assert (shard.iteration, parameters_of(shard)) == (1, {-3.0})
+
+
 def test_where_nobody_is_left_who_has_samples_nothing_is_updated() -> None:
     shard = make_shard(RULES["bsp"](Membership.first(3)), aggregator=Median())
     pushed(shard, 0, 0, 1.0, Share(0, 0, 0, 1))

@@ -19,7 +19,7 @@ class Following(AdmissionRule):
     Args:
         takes_late: a contribution that came too late for its clock counts in a later one, rather than not at all.
             Clocks may then be decided while contributions to an earlier one are still on their way here. When nobody is
-            left, what nothing is decided of forms one.
+            left who could say more, what nothing is decided of forms one.
     """
 
     follows = True
@@ -82,11 +82,17 @@ class Following(AdmissionRule):
 
     def begin_with(self, worker: int, clock: int) -> tuple[int, ...]:
         self._goes_on_at[worker] = clock
-        return ()
+        return self._of_the_gone()
 
     def leave(self, worker: int) -> tuple[int, ...]:
         self.active.discard(worker)
-        if self.active or not self._takes_late or not self._pushed:
+        return self._of_the_gone()
+
+    def _of_the_gone(self) -> tuple[int, ...]:
+        """What waits here for somebody who is there, once nobody can say what has become of it elsewhere: all that are
+        there, as those who have just joined, are to go on at a later clock."""
+        may_say = any(not self._clock < self._goes_on_at.get(worker, 0) < math.inf for worker in self.active)
+        if may_say or not self._takes_late or not self._pushed or self._clock in self._decided:
             return ()
         contributors = tuple(sorted(self._pushed))
         self._pushed.clear()

@@ -86,7 +86,8 @@ class Quorum(AdmissionRule):
 
     def begin_with(self, worker: int, clock: int) -> tuple[int, ...]:
         self._begins[worker] = clock
-        return ()
+        # Another shard has come that far by itself: when it heard of this worker, nobody was left there.
+        return self._close() if clock > self._clock and self._held else ()
 
     def leave(self, worker: int) -> tuple[int, ...]:
         self.active.discard(worker)

@@ -16,6 +16,8 @@ from paceline.training.sharding.part import Part
 from paceline.training.sharding.rebuilding import rebuilt
 
 Fetch = Callable[[Any], Any]
+_UNSELECTABLE = {torch.uint16, torch.uint32, torch.uint64}
+"""Whose rows torch stacks, but does not select."""
 
 
 @final
@@ -42,7 +44,11 @@ class Fetching:
         fetch = _here(self._inner)
         if fetch is not None:
             for batch in batches:
-                yield Part(fetch(self._indices(batch)), len(batch.samples), batch.weight)
+                try:
+                    data = fetch(self._indices(batch))
+                except StopIteration:  # of the data set, by which torch's loader ends as well
+                    return
+                yield Part(data, len(batch.samples), batch.weight)
             return
         given: deque[RankBatch] = deque()
         self._batches, self._given = batches, given
@@ -77,7 +83,9 @@ def _here(loader: DataLoader[Any]) -> Fetch | None:
 def _has_plain_rows(tensor: Tensor) -> bool:
     """Whether a selection of its rows is what stacking them makes."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
-    return is_plain and tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_quantized
+    if not is_plain or tensor.is_nested or tensor.dtype in _UNSELECTABLE:
+        return False
+    return tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_quantized
 
 
 def _rows(dataset: TensorDataset, fetch: Fetch, indices: Sequence[Any]) -> Any:

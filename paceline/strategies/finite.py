@@ -13,7 +13,7 @@ from paceline.strategies.base import NonFinitePolicy, Synchronizer, non_finite
 from paceline.strategies.replica import Replica, is_skipped_by_scaler
 
 _MANY = 2**14  # elements: a sum of so many takes less than a look at each, and of fewer its call takes more
-_one, _found = torch.ones(()), torch.zeros(())
+_one, _found = (make((), device="cpu", dtype=torch.float32) for make in (torch.ones, torch.zeros))
 _is_found = _found.numpy()  # the same memory, which Python reads without a call of torch
 
 
@@ -82,7 +82,7 @@ def _seem_finite(parameters: Iterable[Tensor], *, are_real_on_cpu: bool) -> bool
         return not gradients or math.isfinite(get_total_norm(gradients).item())
     few = []
     for gradient in gradients:
-        if gradient.numel() < _MANY:
+        if gradient.numel() < _MANY and gradient.is_contiguous():  # one that is expanded could not be written
             few.append(gradient)
         elif not math.isfinite(gradient.sum().item()):
             return False

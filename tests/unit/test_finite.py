@@ -25,12 +25,9 @@ def holding(*gradients: Tensor) -> list[nn.Parameter]:
 @pytest.mark.parametrize("size", [4, 2**15])
 @pytest.mark.parametrize("form", ["plain", "expanded", "transposed"])
 def test_gradients_of_any_form_are_seen(value: float, size: int, form: str) -> None:
-    given = torch.full((1 if form == "expanded" else size,), value)
-    if form == "plain":
-        gradient = given
-    else:
-        gradient = given.expand(size) if form == "expanded" else given.view(2, -1).t()
-    parameters = holding(torch.ones(3), gradient)
+    plain = torch.full((size,), value)
+    forms = {"plain": plain, "expanded": plain[:1].expand(size), "transposed": plain.view(2, -1).t()}
+    parameters = holding(torch.ones(3), forms[form])
     assert finite._seem_finite(parameters, are_real_on_cpu=True) is (value == 1.0)
     assert finite._seem_finite(holding(torch.ones(3)), are_real_on_cpu=True)  # nothing is left of what was found
 

@@ -169,7 +169,7 @@ class ParameterService:
         return parted
 
     def let_go(self, key_range: int, worker: int, counts: Message | None, decided: Decisions) -> Decisions:
-        """As `ServerCore.let_go`; called from another thread. Returns `ServerCore.decided` after it."""
+        """Have the server do `ServerCore.let_go`; another thread calls this. Returns what `decided` is then."""
         mine: Decisions = self._sent_on_errand(
             lambda say: self._holding_of(key_range).let_go(worker, counts, decided, say)
         )

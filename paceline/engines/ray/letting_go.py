@@ -76,8 +76,8 @@ class LettingGo:
         self._controller.event("let_in", f"worker-{rank}", clock=clock)
 
     def _ask(self, ask: Callable[[Any, int], Any], ranges: Sequence[int] | None = None) -> list[Any]:
-        """What is said of each key range, or of these, by whoever serves it, also where that is another one than was
-        asked first."""
+        """Returns what the server of each key range, or of each of these, says. Where another one takes its place, that
+        one is asked anew."""
         ranges = range(self._num_ranges) if ranges is None else ranges
         said: dict[int, Any] = {}
         asked: dict[int, tuple[str, Any]] = {}

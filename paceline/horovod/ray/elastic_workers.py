@@ -14,7 +14,7 @@ from paceline.running.launched import LaunchedRun
 from paceline.strategies.horovod import Horovod
 
 _PROGRAM = "an elastic executor's function"
-"""What records call the program."""
+"""Records call the program so."""
 
 
 class SlotInfo(NamedTuple):
@@ -56,7 +56,7 @@ class ElasticWorkers:
         self._making = Making(self._num_cpus, self._num_gpus, executable, variables)
 
     def results(self, function: Callable[[Any], Any], callbacks: "Sequence[Callback] | None") -> list[Any]:
-        """What it returns on each worker that ends, by rank. Raises RunFailed if nobody can go on.
+        """Returns what the function returns on each worker that ends, by rank. Raises RunFailed if nobody can go on.
 
         Steps are recorded in a new directory under `runs/`, which is not made where there are none.
         """

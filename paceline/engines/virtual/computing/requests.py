@@ -52,7 +52,7 @@ class RequestCosts:
         return RequestCost(self._about_rows.duration_s * factor, self._about_rows.core_s * factor)
 
     def core_s(self, cost: RequestCost, is_beside: Sequence[bool]) -> float:
-        """What a worker's request needs of a core, which goes to several servers: on its host or not.
+        """Returns how long a worker's request keeps a core busy, which goes to several servers, on its host or not.
 
         One about rows finds its code in the caches from the second one on, and then needs what any request does.
         """

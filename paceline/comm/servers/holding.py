@@ -198,8 +198,8 @@ class Holding:
             self._have_copies(lambda copy: copy.part_with(worker, say))
 
     def let_go(self, worker: int, counts: Message | None, decided: Decisions, say: Say) -> None:
-        """Do `ServerCore.let_go`, then say what `ServerCore.decided` is. The worker's memory stays: the server may still
-        read what it has given."""
+        """Do `ServerCore.let_go`, then say what `decided` is. The worker's memory stays: the server may still read what
+        it has given."""
         self._take_back()
         now_s = time.perf_counter()
         if self._replication is None:

@@ -1,12 +1,12 @@
-"""How a server answers its workers: which of them are complete, what each gets, and what goes in turn."""
+"""How a server's shards answer its workers: which of them are complete, what each gets, and what goes in turn."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
-from paceline.messages import ADMITTED, IN_TURN, STOP, Kind, Message, Raw
+from paceline.messages import ADMITTED, ALL_SHARDS, IN_TURN, STOP, Kind, Message, Raw, WireError
 from paceline.records import UpdateRecord
 from paceline.server.actions import Action, BesideNext, Send, Updated
 from paceline.server.closing import Answer
@@ -48,6 +48,9 @@ class Answering:
     def __init__(self, *, index: int, epoch: int, tables: TableShards, window: AnswerWindow[Message]) -> None:
         self.index, self.epoch, self.window = index, epoch, window
         self.parts: list[Part] = []
+        self.numbered_parts: list[tuple[int, Part]] = []
+        self.is_timed = False
+        """Whether the last shard, which decides for others, is to be told when it is how late."""
         self.clients: dict[int, Client] = {}
         self.is_in_turn = False
         """Whether pieces pass links a few at a time: there are more, and each needs every worker's gradient."""
@@ -55,6 +58,32 @@ class Answering:
         self.some_read_for_themselves = False
         self.some_are_apart = self.has_neighbour = False
         self.tables = tables
+
+    @property
+    def iteration(self) -> int:
+        return self.parts[-1].shard.iteration if self.parts else 0
+
+    def message(self, kind: Kind, **fields: Any) -> Message:
+        return Message(kind, self.epoch, sender=self.index, iteration=self.iteration, **fields)
+
+    def set_parts(self, parts: Sequence[Part]) -> None:
+        self.parts, self.numbered_parts = list(parts), list(enumerate(parts))
+        self.is_timed = bool(parts) and parts[-1].shard.rule.is_timed
+        self.range_bytes = sum(part.tensor_bytes for part in parts)
+
+    def parts_of(self, message: Message) -> list[tuple[int, Part]]:
+        """The shards that a message is about, with their indices. Raises WireError if there is no such shard."""
+        if message.shard == ALL_SHARDS:
+            return self.numbered_parts
+        if not 0 <= message.shard < len(self.parts):
+            raise WireError(f"server {self.index} has {len(self.parts)} shards, and none of index {message.shard}")
+        return [(message.shard, self.parts[message.shard])]
+
+    def tick(self, now_s: float) -> Iterator[Action]:
+        """What is due by now. Only the shard that decides for others looks at the time."""
+        if self.is_timed:
+            part = self.parts[-1]
+            yield from self.answer(len(self.parts) - 1, part, part.shard.tick(now_s), now_s)
 
     def answer(self, index: int, part: Part, answers: Sequence[Answer], now_s: float) -> Iterator[Action]:
         """Give every worker that is complete the current parameters of this shard, those elsewhere first.

@@ -27,7 +27,7 @@ _ATTACHED, _HELD, _LET_GO, _EXPECTED, _LET_IN = "attached", "held", "let go", "e
 def of_closed(index: int, core: ServerCore, closed: Closed) -> Message:
     """A shard closes a clock. The entry has the update's gradient, already joined: one copy, whatever the number of
     workers (Li et al., OSDI 2014, section 4.3, replication after aggregation)."""
-    pushes = [core.last_push(worker) for worker in closed.contributors]
+    pushes = [core.pushes.last(worker) for worker in closed.contributors]
     body = {
         "what": _CLOSED,
         "contributors": [[worker, *numbers] for worker, numbers in closed.contributors.items()],
@@ -138,10 +138,10 @@ def of_whole(core: ServerCore, attached: Iterable[Message], *, attempt: int = 0)
         for index, part in enumerate(core.parts)
     ]
     counted = [whole_pushes.to_body(push) for push in core.pushes.counted()]
-    held = [of_held(*core.held_push(push.sender)) for push in core.pushes.all_held()]
+    held = [of_held(*core.intake.held_push(push.sender)) for push in core.pushes.all_held()]
     fields = state_fields(core.parts)
     state = Message(Kind.REPLICATE, 0, **{**fields, "body": {**fields["body"], "what": _STATE}})
-    pushes = _entry({"what": _PUSHES, "counted": counted, "gone": list(core.gone)})
+    pushes = _entry({"what": _PUSHES, "counted": counted, "gone": list(core.members.gone)})
     return [_entry({"what": _WHOLE, "attempt": attempt}), *attached, *shards, state, pushes, *held]
 
 
@@ -169,7 +169,7 @@ def apply(
     try:
         if what == _CLOSED:
             for push in body["pushes"]:
-                core.copy_count(whole_pushes.from_body(push))
+                core.pushes.count(whole_pushes.from_body(push))
             part = parts[entry.shard]
             joined = None if body["is_void"] else gradients[entry.shard]
             if joined is not None:
@@ -188,9 +188,9 @@ def apply(
             parts[entry.shard].shard.stand(standing.from_body(body))
         elif what == _PUSHES:
             for push in body["counted"]:
-                core.copy_count(whole_pushes.from_body(push))
+                core.pushes.count(whole_pushes.from_body(push))
             for worker in body["gone"]:
-                core.part_with(worker)
+                core.members.part_with(worker)
         elif what == _ROWS:
             updates = [core.tables.read_update(told) for told in body["updates"]]
             from_frames(entry.payload, [tensor for update in updates for tensor in update.gradients])
@@ -207,14 +207,16 @@ def apply(
         elif what == _ATTACHED:
             reach(Message(Kind.ATTACH, 0, sender=body["worker"], flags=body["flags"], body=body["reach"]))
         elif what == _HELD:
-            core.copy_held(whole_pushes.from_body(body["push"]), entry.payload)
+            core.intake.copy_held(whole_pushes.from_body(body["push"]), entry.payload)
         elif what == _LET_GO:
             counts = body["counts"]
-            _do_alone(core.let_go(body["worker"], None if counts is None else whole_pushes.from_body(counts), 0.0))
+            _do_alone(
+                core.members.let_go(body["worker"], None if counts is None else whole_pushes.from_body(counts), 0.0)
+            )
         elif what == _EXPECTED:
-            core.expect(body["worker"])
+            core.members.expect(body["worker"])
         elif what == _LET_IN:
-            _do_alone(core.let_in(body["worker"], body["at"], 0.0))
+            _do_alone(core.members.let_in(body["worker"], body["at"], 0.0))
         else:
             raise ValueError(f"{what!r} is none")
     except (LookupError, TypeError, ValueError) as error:

@@ -150,25 +150,25 @@ class Replication:
         return self._commit([Send(message.sender, answer)], [replace(self._attached[message.sender])])
 
     def part_with(self, worker: int, say: Callable[[Any], object]) -> Iterator[CopyAction]:
-        """As `ServerCore.part_with`, of what every copy has."""
-        return self._commit([Said(say, self._core.part_with(worker))], [])
+        """As `Members.part_with`, of what every copy has."""
+        return self._commit([Said(say, self._core.members.part_with(worker))], [])
 
     def let_go(
         self, worker: int, counts: Message | None, say: Callable[[Any], object], now_s: float
     ) -> Iterator[CopyAction]:
-        """As `ServerCore.let_go`, on every copy, and say `ServerCore.decided`: rules that have copies decide for none
+        """As `Members.let_go`, on every copy, and say `Members.decided`: rules that have copies decide for none
         but themselves."""
-        actions = list(self._core.let_go(worker, counts, now_s))
-        return self._commit([*actions, Said(say, self._core.decided)], [entries.of_let_go(worker, counts)])
+        actions = list(self._core.members.let_go(worker, counts, now_s))
+        return self._commit([*actions, Said(say, self._core.members.decided)], [entries.of_let_go(worker, counts)])
 
     def expect(self, worker: int, say: Callable[[Any], object]) -> Iterator[CopyAction]:
-        """As `ServerCore.expect`, on every copy."""
-        clock = self._core.expect(worker)
+        """As `Members.expect`, on every copy."""
+        clock = self._core.members.expect(worker)
         return self._commit([Said(say, clock)], [entries.of_expected(worker)])
 
     def let_in(self, worker: int, clock: int, say: Callable[[Any], object], now_s: float) -> Iterator[CopyAction]:
-        """As `ServerCore.let_in`, on every copy."""
-        actions = list(self._core.let_in(worker, clock, now_s))
+        """As `Members.let_in`, on every copy."""
+        actions = list(self._core.members.let_in(worker, clock, now_s))
         return self._commit([*actions, Said(say, None)], [entries.of_let_in(worker, clock)])
 
     def reform(self, chain: Chain) -> Iterator[CopyAction]:
@@ -221,7 +221,7 @@ class Replication:
         said = {action.message.kind for action in actions if isinstance(action, Send)}
         changes = [] if Kind.ERROR in said else entries.of_request(message, self._core.parts)
         if Kind.HELD in said:
-            changes.append(entries.of_held(*self._core.held_push(message.sender)))
+            changes.append(entries.of_held(*self._core.intake.held_push(message.sender)))
         return self._commit(actions, changes)
 
     def _commit(self, actions: Iterable[CopyAction], changes: Iterable[Message]) -> Iterator[CopyAction]:
@@ -311,7 +311,7 @@ class Replication:
 
     def _go_on(self) -> Iterator[CopyAction]:
         """Do what waits until all that is here can be copied."""
-        if (self._newcomer is not None or self._chain.handover is not None) and self._core.can_be_copied:
+        if (self._newcomer is not None or self._chain.handover is not None) and self._core.members.can_be_copied:
             yield from self._welcome()
             yield from self._stop()
 
@@ -347,7 +347,7 @@ class Replication:
 
     def _all_but_tables(self) -> list[Message]:
         """Raises WireError."""
-        attached = [replace(entry) for worker, entry in self._attached.items() if worker not in self._core.gone]
+        attached = [replace(entry) for worker, entry in self._attached.items() if worker not in self._core.members.gone]
         return entries.of_whole(self._core, attached, attempt=self._num_attempts)
 
     def _numbered(self, whole: list[Message]) -> list[Message]:

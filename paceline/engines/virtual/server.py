@@ -75,12 +75,12 @@ class VirtualServer:
         self._cores[spec.number].configure(spec)
 
     def let_go(self, worker: int, counts: Message | None, decided: Decisions) -> None:
-        """As `ServerCore.let_go`, of the run's one optimizer."""
-        self._do(0, partial(self.core.let_go, worker, counts, self._timeline.now_s, decided=decided))
+        """As `Members.let_go`, of the run's one optimizer."""
+        self._do(0, partial(self.core.members.let_go, worker, counts, self._timeline.now_s, decided=decided))
 
     def let_in(self, worker: int, clock: int) -> None:
-        """As `ServerCore.let_in`."""
-        self._do(0, partial(self.core.let_in, worker, clock, self._timeline.now_s))
+        """As `Members.let_in`."""
+        self._do(0, partial(self.core.members.let_in, worker, clock, self._timeline.now_s))
 
     def receive(self, client: Client, message: Message) -> None:
         """The worker's message has come; one that attaches says where its buffers are."""
@@ -110,7 +110,7 @@ class VirtualServer:
             self.pushed_s[message.sender] = now_s
             self._work(request_s)
             if client.host != self.host and message.tensor_bytes:
-                self._free_s += core.decode_s(message) / self._speed
+                self._free_s += core.intake.decode_s(message) / self._speed
         self._do(number, partial(core.receive, message, now_s), about_rows=message.kind in ABOUT_ROWS)
 
     def _work(self, duration_s: float) -> None:

@@ -15,8 +15,8 @@ from paceline.aggregate import MEAN, Aggregator, Contribution, ContributionKind,
 from paceline.server.admission import AdmissionRule, Decisions, ProtocolError
 from paceline.server.closing import Answer, Applied, Closed, Groups
 from paceline.server.contributed import require_form
-from paceline.server.optimizer import IMPLEMENTATION, step_of
 from paceline.server.standing import ShardStanding
+from paceline.server.stepping import Stepping
 from paceline.server.whole_updates import Round, Share, WholeUpdate
 
 
@@ -60,14 +60,9 @@ class Shard:
         self.iteration = 0
         self.rule, self._aggregator = rule, aggregator
         self._shapes = [parameter.shape for parameter in self.parameters]
-        self._step = step_of(optimizer)
+        self._stepping = Stepping(self.parameters, optimizer)
         self.max_updates = max_updates
         self._sums = [torch.zeros_like(parameter, dtype=_wide(parameter.dtype)) for parameter in self.parameters]
-        self._initial: Groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-        ]
-        self._in_force: Groups = self._initial
-        self._groups: dict[int, tuple[int, Groups]] = {}
         self._pulled_at: dict[int, int] = {}
         self._given: dict[int, _Given] = {}  # by sender
         self._kept: dict[tuple[int, int], _Given] = {}
@@ -137,8 +132,9 @@ class Shard:
         sender = worker if sender is None else sender
         contribution = None if gradients is None else Contribution(sender, weight, kind, gradients)
         require_form(worker, sender, contribution, self._shapes)
-        if groups is not None and len(groups) != len(self._initial):
-            raise ProtocolError(f"worker {worker} has {len(groups)} parameter groups, this server {len(self._initial)}")
+        if groups is not None and len(groups) != self._stepping.num_groups:
+            own = self._stepping.num_groups
+            raise ProtocolError(f"worker {worker} has {len(groups)} parameter groups, this server {own}")
         if self.rule.worker_of(sender) != worker:
             raise ProtocolError(f"worker {worker} pushed for sender {sender}, which is not its own")
         part = None if share is None else Share.of_plain(share)
@@ -150,7 +146,7 @@ class Shard:
         self.rule.expect_pause(1 if self._stop else pause_at - self.iteration)
         contributors = self.rule.push(sender, clock)
         if groups is not None:
-            self._groups[worker] = (clock, groups)
+            self._stepping.known[worker] = (clock, groups)
         is_void = contribution is None and (part is None or part.num_samples > 0)
         self._given[sender] = given = _Given(worker, clock, sender, contribution, is_void, part)
         self._waiting[worker] = pause_at, given
@@ -235,10 +231,8 @@ class Shard:
     def is_quiet(self) -> bool:
         """Whether all that there is to know is each worker's clock: nobody waits, none is to stop or to end, and every
         worker's next gradient would be applied alike."""
-        unset = (0, self._initial)
-        are_alike = all(self._groups.get(worker, unset)[1] == self._in_force for worker in self.rule.active)
         is_idle = not (self._waiting or self._given or self._kept or self._stop or self._is_over())
-        return is_idle and are_alike and not self.rule.begins
+        return is_idle and not self.rule.begins and self._stepping.is_alike_for(self.rule.active)
 
     def clocks(self) -> dict[int, tuple[int, int]]:
         """Of each worker its clock, and the iteration at which it last got parameters."""
@@ -261,7 +255,7 @@ class Shard:
         """Do what another copy of this shard has done, in the same order."""
         for worker, (clock, staleness) in closed.contributors.items():
             if worker in closed.groups:
-                self._groups[worker] = (clock, closed.groups[worker])
+                self._stepping.known[worker] = (clock, closed.groups[worker])
             self._copied[worker] = (clock, staleness)
             self._given.pop(worker, None)  # of one that is gone, which this copy has taken itself
             self._kept.pop((worker, clock), None)
@@ -286,8 +280,8 @@ class Shard:
             self.iteration,
             self.clocks(),
             counted=self._copied | self._told,
-            groups=self._groups,
-            in_force=self._in_force,
+            groups=self._stepping.known,
+            in_force=self._stepping.in_force,
             active=sorted(self.rule.active),
             begins=self.rule.begins,
             stop=self._stop,
@@ -296,9 +290,9 @@ class Shard:
 
     def stand(self, standing: ShardStanding) -> None:
         """Be a copy of a shard that stands so; parameters and optimizer are as that one's already."""
-        self._copied, self._groups = dict(standing.counted), dict(standing.groups)
+        self._copied, self._stepping.known = dict(standing.counted), dict(standing.groups)
         self._stop, self._whole.took = standing.stop, list(standing.took)
-        self._use(standing.in_force)
+        self._stepping.use(standing.in_force)
         self.rule.admit(standing.active, standing.begins)
         self.resume(standing.iteration, standing.clocks)
 
@@ -378,30 +372,13 @@ class Shard:
             return
         contributors = {each.worker: (each.clock, each.staleness) for each in given}
         self._told |= contributors
-        latest = {worker: self._groups[worker] for worker in contributors if worker in self._groups}
-        groups = {worker: new for worker, (clock, new) in latest.items() if clock == contributors[worker][0]}
+        groups = self._stepping.set_at({worker: clock for worker, (clock, _) in contributors.items()})
         self.before_closing(Closed(gradients, contributors, self.clocks(), groups, self._stop, one))
 
     def _apply(self, workers: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """One step of the optimizer."""
-        self._adopt_groups(workers)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        self._step()
+        # All who have set something may be gone since the first round of a whole update.
+        self._stepping.step(workers, gradients, keeps=bool(self._whole.took))
         self.iteration += 1
-
-    def _adopt_groups(self, workers: Sequence[int]) -> None:
-        """Update with what the gradient's own worker set; of several workers, with what was set last."""
-        known = [self._groups[worker] for worker in workers if worker in self._groups]
-        # Of a whole update all who have set something may be gone.
-        unset = self._in_force if self._whole.took else self._initial
-        self._use(max(known, key=lambda entry: entry[0])[1] if known else unset)
-
-    def _use(self, groups: Groups) -> None:
-        if groups is not self._in_force:
-            for own, new in zip(self.optimizer.param_groups, groups, strict=True):
-                own.update({name: value for name, value in new.items() if name not in IMPLEMENTATION})
-            self._in_force = groups
 
     def _is_over(self) -> bool:
         return self.max_updates is not None and self.iteration >= self.max_updates

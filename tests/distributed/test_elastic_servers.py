@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 
 import paceline
 from paceline.checkpoint_files import from_newest, iteration_of
-from paceline.engines.ray.supervisor import Supervisor
+from paceline.engines.ray.elastic_members import ElasticMembers
 from tests.distributed.harness import is_training, wait_until
 from tests.distributed.local import Listener
 from tests.distributed.test_elastic import (
@@ -148,15 +147,15 @@ def test_the_others_end_a_pause_in_which_one_dies(tmp_path: Path, ray_here: None
 @pytest.mark.slow
 def test_a_servers_death_ends_the_run(tmp_path: Path, ray_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is not taken for that of the worker of its number."""
-    survive, struck = Supervisor._survive, set[int]()
+    survive, struck = ElasticMembers.survive, set[int]()
 
-    def strike(self: Supervisor, survival: Any, newcomers: Any) -> None:
-        if survival.has_begun and not struck:
+    def strike(self: ElasticMembers) -> None:
+        if self._survival.has_begun and not struck:
             struck.add(self._members.infos["server-1"].pid)
             os.kill(*struck, signal.SIGKILL)
-        survive(self, survival, newcomers)
+        survive(self)
 
-    monkeypatch.setattr(Supervisor, "_survive", strike)
+    monkeypatch.setattr(ElasticMembers, "survive", strike)
     with pytest.raises(paceline.RunFailed, match=r"server 1 \(process \d+\) died"):
         trained(tmp_path, "--step-s", 0.05, workers=2, strategy="ps-asp", options={"servers": 2}, elastic="1:2")
     assert not of(tmp_path / "out", "lost")

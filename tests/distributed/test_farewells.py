@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.engines.ray import supervisor
+from paceline.engines.ray import hearing, supervisor
 from paceline.engines.ray.supervisor import Supervisor
 from tests.distributed.harness import TRAIN, events
 from tests.distributed.local import Listener
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_here")]
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_FAREWELL_S", 1e9)
+    monkeypatch.setattr(hearing, "_FAREWELL_S", 1e9)
 
 
 def test_a_server_that_dies_once_all_workers_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,11 @@
 """One worker's run as its script sees it: what it asks for, and what it is given."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import final
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -20,44 +19,31 @@ from paceline.records import MetricRecord, Reporter
 from paceline.seeding import derive, seed_everything
 from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.hostility import told_of, under_attack
-from paceline.strategies.replica import (
-    Replica,
-    copy_from_first,
-    named_parameters_of,
-    require_joint_changes,
-    require_same_tensors,
-)
-from paceline.strategies.settings import require_same_settings
+from paceline.strategies.replica import Replica, named_parameters_of
 from paceline.strategies.several import as_one, describe_each, whole_of
 from paceline.strategies.together import Together
 from paceline.training import own_options, row_tables, snapshot
 from paceline.training.accounting import Account
-from paceline.training.anew import Anew, OwnStates
 from paceline.training.batches import Batches
 from paceline.training.cadence import Cadence
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.course import Course
-from paceline.training.elastic import Survivor
-from paceline.training.entering import Entering
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.extra_states import NAME, ExtraStates
 from paceline.training.feeds import Feed, joined
 from paceline.training.given import Given
 from paceline.training.handouts import Handouts
 from paceline.training.handover import Handover
-from paceline.training.joining import States
-from paceline.training.outlived import Outlived
 from paceline.training.pauses import Pauses
-from paceline.training.redealt import Redealt
 from paceline.training.running_statistics import RunningStatistics
 from paceline.training.same_gradients import SameGradients
+from paceline.training.same_start import begin_alike
 from paceline.training.sharding import DIFFERS, ShardedLoader, UnpreparedLoaders
 from paceline.training.steps import Steps
 from paceline.training.summed_loss import SummedLoss
-from paceline.training.surviving import Surviving
+from paceline.training.survivors import Parts, survivor_of
 from paceline.training.unchanged import remembered_values
 from paceline.training.unprepared import UnpreparedSteps
-from paceline.training.whole_batches import WholeBatches
 from paceline.training.worker_run import Prepared, WorkerRun
 
 _LAST = 8
@@ -97,44 +83,12 @@ class Session:
         # Whoever joins later has the same.
         num_workers = context.num_at_start or context.size
         self._cadence = Cadence(config, num_free_workers=num_workers if runs_free else 0)
-        self._survivor: Surviving | None = None
-        repeating: Survivor | None = None
-        outlived: Outlived | None = None
-        whole: WholeBatches | None = None
-        anew: Anew | None = None
-        redealt: Redealt | None = None
-        if config.elastic is not None and context.reform is not None and traits.outlives_workers:
-            self._survivor = outlived = Outlived(self.run)
-            self.run.context = replace(self.run.context, done=outlived.done)
-            if config.elastic.global_batch == "keep" or not traits.joins_by_mean:
-                self._survivor = whole = WholeBatches(self.run, outlived, config.elastic.global_batch)
-                self.run.context = replace(self.run.context, done=whole.done, rounds=whole)
-        elif config.elastic is not None and context.reform is not None and traits.meets_anew:
-            self._survivor = anew = Anew(self.run)
-            self.run.context = replace(self.run.context, done=anew.done, reunion=anew)
-        elif config.elastic is not None and context.reform is not None and traits.num_clients:
-            self._survivor = redealt = Redealt(self.run)
-            self.run.context = replace(self.run.context, redealing=redealt)
-        elif config.elastic is not None and context.reform is not None:
-            self._survivor = repeating = Survivor(self.run, config.elastic)
-            self.run.context = replace(self.run.context, recovery=repeating)
+        self._survivor, connect = survivor_of(self.run)
         self._checkpoints = Checkpoints(self.run)
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints, self._survivor)
         self._checkpoints.survivor = self._survivor
-        if repeating is not None:
-            repeating.states = States(self.run, repeating, self.pauses, self._checkpoints, on_taken=self._take_up)
-            repeating.on_joined = self.pauses.compare_soon
-        if redealt is not None:
-            redealt.states = States(self.run, redealt, self.pauses, self._checkpoints, on_taken=self._take_up)
-        if anew is not None:
-            anew.states = OwnStates(self.run, self.pauses, self._checkpoints, on_taken=self._take_up)
-        if outlived is not None:
-            outlived.entering = entering = Entering(self.run, self.pauses, self._checkpoints, on_taken=self._take_up)
-            if whole is not None:
-                entering.state_of_data, entering.take_up_data = whole.state, whole.take_up
         self.course = Course(self.run, self._cadence, self.pauses, self._checkpoints, self._survivor)
-        if repeating is not None:
-            repeating.end_pass = self.course.end_pass
+        connect(Parts(self.pauses, self._checkpoints, self.course, on_taken=self._take_up))
         tell_errors_to(self.course.refuse)
         self.handover = Handover(self.run, self.course, self._checkpoints, go_on=self._go_on_from)
         self._put_back: Callable[[], None] | None = None
@@ -157,7 +111,8 @@ class Session:
         model = as_one(given.models)
         replicas = describe_each(model, given.optimizers)
         whole = whole_of(replicas)
-        self._agree_on(model, whole, given)
+        may_differ = self._survivor is not None
+        begin_alike(self.run, model, whole, given.optimizers.values(), self._checkpoint, may_differ=may_differ)
         row_tables.take_in(self.run, whole, next(iter(given.optimizers.values())))
         batches = Batches(
             self.run,
@@ -324,26 +279,6 @@ class Session:
 
     # --- what `prepare` does ----------------------------------------------------------------------------------
 
-    def _agree_on(self, model: nn.Module, whole: Replica, given: Given) -> None:
-        """Bring the models to the device, and to rank 0's state, or the checkpoint's.
-
-        Raises:
-            UsageError, TensorMismatch: workers have different models or settings.
-        """
-        context = self.run.context
-        _move(model, given.optimizers.values(), context.device)
-        if context.size > 1:
-            require_joint_changes(model, averages_gradients=self.run.traits.averages_gradients)
-            require_same_tensors(whole, context.collective)
-            _require_same_saving(self.run)
-            for optimizer in given.optimizers.values():
-                require_same_settings(optimizer, context.collective)
-        if self._checkpoint is not None:
-            num_workers = None if self._survivor is not None else context.size
-            snapshot.load_model(model, self._checkpoint, num_workers=num_workers, seed=self.run.config.seed)
-        if context.size > 1:
-            copy_from_first(model, context.collective)
-
     def _bound(self, number: int, replica: Replica) -> Synchronizer:
         """The strategy's live half for the optimizer of this number."""
         context = self.run.context
@@ -427,28 +362,3 @@ class Session:
 
 def _num_samples(dataset: object) -> int:
     return 0 if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) else len(dataset)
-
-
-def _require_same_saving(run: WorkerRun) -> None:
-    """Raises UsageError on every rank unless all save the run, or none does. Collective call."""
-    everyone = run.context.collective.all_gather_object(run.goes_on_by)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise UsageError(
-                f"worker.saves_itself: rank 0 said {everyone[0]!r} and rank {rank} {theirs!r}; have all say the same, "
-                "or none"
-            )
-
-
-def _move(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:
-    """Bring the model to the worker's device in place, so that optimizers keep its parameters, and their state."""
-    for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
-                    state[name] = value.to(device)
-    for _, parameter in named_parameters_of(model):
-        parameter.data = parameter.data.to(device)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))

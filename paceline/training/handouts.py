@@ -1,7 +1,6 @@
 """Which batch a script trains on: the one that it was handed last, unless it reads ahead or leaves batches out."""
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from paceline.training.calls import Calls
 from paceline.training.full_batches import FullBatches
 from paceline.training.kept_batches import Copies, Handed, KeptBatches
 from paceline.training.nodes import graph_of
+from paceline.training.set_gradients import SetGradients
 from paceline.training.sharding.contents import tensors_in
 from paceline.training.sharding.part import Part, Place
 
@@ -59,9 +59,9 @@ class Handouts:
     ) -> None:
         self._num_steps = self._num_batches = 0  # taken, and handed out in the script's own thread, so far
         self._replica, self._rank, self._set_weight = replica, rank, set_weight
+        self._set_gradients = SetGradients(replica, rank=rank, is_averaged=is_averaged)
         self._copies, self._copies_from = Copies(), copies_from
-        self._is_averaged, self._is_weighed = is_averaged, is_weighed
-        self._has_told = self._is_looking = False
+        self._is_weighed, self._is_looking = is_weighed, False
         self._set_by_script: set[float] | None = None  # weights of batches, once several were of one step
         self._out: deque[Handed] = deque()
         self._last: Handed | None = None  # trained on last
@@ -76,7 +76,6 @@ class Handouts:
         """Samples that were trained on since the last step."""
         self._fresh = Computed(replica.parameters)  # since the script was last seen to train
         self._is_computed = False  # a gradient was, since the last step
-        self._left: tuple[ref[Tensor], int] | None = None  # that step's first gradient, and its version
         self._calls = Calls(models_of(replica.model), on_inputs=self._on_forward, on_output=self._on_output)
         self._called: Handed | None = None  # the batch of the call that is under way
         self._made: dict[Any, Handed] = {}  # by its node: what calls have given, since the script trained
@@ -149,7 +148,7 @@ class Handouts:
         return (
             not self._is_computed
             and not self._fresh
-            and (self._replica.parameters[0].grad is None or self._are_as_left())
+            and (self._replica.parameters[0].grad is None or self._set_gradients.are_as_left())
         )
 
     @property
@@ -166,14 +165,11 @@ class Handouts:
         """
         if self._fresh:
             self.look_back()
-        if is_computed and not self._is_computed and self._out and not self._are_as_left():
+        if is_computed and not self._is_computed and self._out and not self._set_gradients.are_as_left():
             self._take_what_was_set()
 
     def _take_what_was_set(self) -> None:
-        is_new = self._left is None or self._left[0]() is not self._replica.parameters[0].grad
-        if self._is_averaged and is_new and any(each.grad is not None for each in self._replica.parameters):
-            self._refuse_changed_in_place()
-            self._tell_that_it_is_averaged()
+        self._set_gradients.allow()
         out = list(self._out)  # another thread may read on meanwhile
         weights = {handed.weight for handed in out}
         if self._set_by_script is not None or len(out) > 1:
@@ -198,7 +194,7 @@ class Handouts:
         self._num_steps += 1
         gradient = self._replica.parameters[0].grad
         self._is_computed = False
-        self._left = None if gradient is None else (ref(gradient), gradient._version)
+        self._set_gradients.left = None if gradient is None else (ref(gradient), gradient._version)
         num_samples, self.num_samples = self.num_samples, 0
         return num_samples
 
@@ -236,37 +232,6 @@ class Handouts:
     def close(self) -> None:
         self._fresh.close()
         self._calls.close()
-
-    def _are_as_left(self) -> bool:
-        """Whether the gradients are those that the last step was made with, to judge by the first one."""
-        gradient = self._replica.parameters[0].grad
-        if gradient is None or self._left is None:
-            return gradient is None and self._left is None
-        return self._left[0]() is gradient and self._left[1] == gradient._version
-
-    def _refuse_changed_in_place(self) -> None:
-        for parameter, spec in zip(self._replica.parameters, self._replica.specs, strict=True):
-            gradient = parameter.grad
-            if gradient is not None and gradient._version:
-                raise UsageError(
-                    f"rank {self._rank}: the script set the gradient of {spec.name!r} itself and changed it in place, "
-                    "before step() averages it over workers; call loss.backward(), whose gradients are averaged when "
-                    "the script sees them, or set a copy (parameter.grad = gradient.clone()) if each worker's own "
-                    "gradient is to be changed"
-                )
-
-    def _tell_that_it_is_averaged(self) -> None:
-        """Tell, once, that gradients which the script sets are averaged: nothing tells one from one that was
-        clipped."""
-        if self._has_told or self._rank:
-            return
-        self._has_told = True
-        warnings.warn(
-            f"rank {self._rank}: the script sets the gradient of {self._replica.specs[0].name!r} and others itself. "
-            "Workers average what each has set: what was clipped or normalised before is each worker's own gradient, "
-            "and not the mean; to change the mean, call loss.backward() and change parameter.grad after it",
-            stacklevel=6,
-        )
 
     def _candidates(self) -> list[Handed]:
         """What the script may train on next. One that reads ahead may use a batch twice before it takes the next."""

@@ -3,7 +3,7 @@
 Sans-IO, like `ServerCore`. One conversation at a time: a request to every server, until all that is due has come.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, final
@@ -16,28 +16,23 @@ from paceline.messages import (
     APART,
     FRAME_BYTES,
     HEAD_BYTES,
-    HOLD,
     IN_TURN,
     STOP,
-    VOID,
     Kind,
     Message,
     WireError,
     from_frames,
-    to_frames,
 )
 from paceline.server.actions import Send
-from paceline.server.asked_server import AskedServer, Request
+from paceline.server.asked_server import AskedServer
 from paceline.server.coded_push import CodedPushes, PushCoding
-from paceline.server.committing import Committing
+from paceline.server.pushing import Pushing, Requests, Rows
 from paceline.server.ranges import KeyRange, in_shards
 from paceline.server.spec import Push, Reply
 from paceline.server.state import join, pack, split, unpack
 from paceline.server.whole_updates import Took
 from paceline.server.windows import PIECES_UNDER_WAY, SendWindow
 
-Requests = Callable[[int, "AskedServer"], list[Message]]
-"""Makes what a server is asked, whose index is given."""
 _SHARD = attrgetter("shard")
 _TENSORS = frozenset({Kind.EXCHANGE, Kind.WAIT, Kind.PULL})  # answered with parameters
 
@@ -74,12 +69,11 @@ class ClientCore:
         self._servers = [AskedServer(carries_bytes, is_beside, own_epoch) for is_beside, own_epoch in kinds]
         self._layout: Layout | None = None
         self._bodies: list[Mapping[str, Any]] = []  # how each server reaches this worker's memory
-        self._rows: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]] = ()
+        self._rows: Rows = ()
         self._clock = 0
         self._begun_at = 0  # the iteration at which clocks began
         self._num_due = 0
-        self._pushed: tuple[Push, Request] | None = None
-        self._committing = Committing(self._servers)
+        self._pushing = Pushing(self._servers, rank=rank, epoch=epoch)
         self._rows_come_first = False  # several servers go on without this worker when it dies
         self._error: WireError | None = None
         self._requests: Requests = _nothing
@@ -150,7 +144,7 @@ class ClientCore:
         it gets that only when another one has decided, or goes on with what others have of a worker that dies."""
         return not (self.has_followers or self._rows_come_first)
 
-    def take_along(self, rows: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> None:
+    def take_along(self, rows: Rows) -> None:
         """Have the next exchange bring each server these gradients of rows, as it may."""
         self._rows = rows
 
@@ -160,42 +154,8 @@ class ClientCore:
         return bool(self._rows)
 
     def exchange(self, push: Push) -> list[Send]:
-        body: dict[str, Any] = {}
-        if push.groups is not None:
-            body["groups"] = [dict(group) for group in push.groups]
-        if push.sender is not None:
-            body["sender"] = push.sender
-        if push.weight != 1.0:
-            body["weight"] = push.weight
-        if push.kind != "gradient":
-            body["kind"] = push.kind
-        if push.done is not None:
-            body["done"] = push.done
-        if push.share is not None:
-            body["share"] = list(push.share)
-        flags = (VOID if push.void else 0) | (STOP if push.stop else 0) | (HOLD if self._committing.is_needed else 0)
-        self._committing.begin()
-        request = partial(
-            Message,
-            Kind.EXCHANGE,
-            self._epoch,
-            sender=self.rank,
-            flags=flags,
-            clock=self._clock,
-            pause_at=push.pause_at,
-            body=body,
-        )
-
         rows, self._rows = self._rows, ()
-
-        def requests(index: int, server: AskedServer) -> list[Message]:
-            comes_last = self._committing.is_needed and not self._committing.holds(server)
-            if comes_last or server.waits_for_decision:
-                return []  # it gets the push when all others have it, or with the decision
-            first, *others = [request()] if push.void else server.pushed(request)
-            return [_with_rows(first, *rows[index]) if rows else first, *others]
-
-        self._pushed = push, request
+        requests = self._pushing.begin(push, clock=self._clock, rows=rows)
         return self._ask(f"exchange of clock {self._clock}", requests)
 
     def wait(self, *, pause_at: int) -> list[Send]:
@@ -241,7 +201,7 @@ class ClientCore:
             server.coded.decode_in_place()
         self._num_due += not server.is_new
         server.is_new = True
-        self._committing.moved(index)
+        self._pushing.moved(index)
         self._bodies[index] = body
         return [self._sent(index, self._attaching(index))]
 
@@ -269,10 +229,9 @@ class ClientCore:
             server.is_in_turn = bool(answer.body["is_in_turn"])
             yield from self.ask_again(index)
             return
-        if answer.kind is Kind.HELD and self._pushed is not None:
-            for each in self._committing.held(index):
-                if not self._servers[each].waits_for_decision:
-                    yield self._counted(each, *self._pushed)
+        if answer.kind is Kind.HELD and self._pushing.is_under_way:
+            for each, message in self._pushing.held(index):
+                yield self._sent(each, message)
             return
         server.num_due -= 1
         self._num_due -= 1
@@ -285,8 +244,9 @@ class ClientCore:
                 yield self._sent(index, message)
         if answer.payload and answer.kind is Kind.ANSWER:
             from_frames(answer.payload, server.parameters[answer.shard])
-        if self._pushed is not None and "contributors" in answer.body:
-            yield from self._follow_up(answer, *self._pushed)
+        if "contributors" in answer.body:
+            for each, message in self._pushing.follow_up(answer):
+                yield self._sent(each, message)
 
     @property
     def is_done(self) -> bool:
@@ -320,7 +280,7 @@ class ClientCore:
             said = server.answers[0].body
             server.follows, server.is_in_turn = bool(said["follows"]), bool(said["is_in_turn"])
         bodies = [server.answers[0].body for server in self._servers]
-        self._committing.attached(bodies)
+        self._pushing.attached(bodies)
         self._rows_come_first = len(bodies) > 1 and any(said["outlives_workers"] for said in bodies)
         return bodies
 
@@ -375,7 +335,7 @@ class ClientCore:
     # ------------------------------------------------------------------------------------------------------------
 
     def _ask_all(self, what: str, kind: Kind, **fields: Any) -> list[Send]:
-        self._pushed = None
+        self._pushing.end()
         return self._ask(what, lambda _, server: [self._message(kind, **fields)])
 
     def _ask(self, what: str, requests: Requests) -> list[Send]:
@@ -415,30 +375,6 @@ class ClientCore:
         self.moved_bytes += message.num_bytes
         return Send(index, message)
 
-    def _follow_up(self, decided: Message, push: Push, request: Request) -> Iterator[Send]:
-        """What other servers are told of the first one's decision; those beside, with the push."""
-        decision = {"contributors": decided.body["contributors"], "goes_on_at": decided.clock}
-        for index, server in enumerate(self._servers):
-            if server.waits_for_decision:
-                message = self._whole(server, push, request)
-                message.body = {**message.body, **decision}
-                yield self._sent(index, message)
-            elif server.follows:
-                yield self._sent(index, self._message(Kind.FOLLOW, body=decision))
-
-    def _counted(self, index: int, push: Push, request: Request) -> Send:
-        """Those beside take it now, where the others had to hold it."""
-        server = self._servers[index]
-        if self._committing.holds(server):
-            return self._sent(index, self._message(Kind.COUNT, clock=self._clock))
-        return self._sent(index, self._whole(server, push, request))
-
-    def _whole(self, server: AskedServer, push: Push, request: Request) -> Message:
-        """A push to a server beside, which is to count it now."""
-        message = request(tensor_bytes=0 if push.void else server.pushed_bytes)
-        message.flags &= ~HOLD
-        return message
-
     def _message(self, kind: Kind, **fields: Any) -> Message:
         return Message(kind, self._epoch, sender=self.rank, **fields)
 
@@ -446,11 +382,3 @@ class ClientCore:
         if self._layout is None:
             raise WireError("the servers have not been attached yet")
         return self._layout
-
-
-def _with_rows(push: Message, about: Mapping[str, Any], tensors: Sequence[Tensor]) -> Message:
-    """The push, with these behind what it has of the model, which is nothing where the server is beside."""
-    push.body = {**push.body, "rows": about}
-    push.payload = [*push.payload, *to_frames(tensors)]
-    push.tensor_bytes += sum(tensor.nbytes for tensor in tensors)
-    return push

@@ -18,7 +18,8 @@ from paceline.codec import TensorCodec
 from paceline.codec.base import Payload, Shape
 from paceline.server.coded_push import PushCoding
 from paceline.server.spec import Push
-from tests.unit import test_outlived_by_copies as outlived
+from tests.unit import outlived_copies as outlived
+from tests.unit.outlived_copies import JOINER, NUM_WORKERS, POINTS, STEPS, WITH_A_SERVER, Places
 from tests.unit.replicated_servers import (
     DEATHS,
     HOSTS,
@@ -33,7 +34,6 @@ from tests.unit.replicated_servers import (
     Net,
 )
 from tests.unit.test_coded_pushes_outlived import Coarse
-from tests.unit.test_outlived_by_copies import JOINER, NUM_WORKERS, POINTS, STEPS, WITH_A_SERVER, Places
 
 QUICK = settings(max_examples=10, deadline=None)
 TOTAL = 2.0 ** (3 * NUM_STEPS) - 1

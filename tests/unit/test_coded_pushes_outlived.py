@@ -20,8 +20,8 @@ from paceline.elastic import Done
 from paceline.membership import Membership
 from paceline.messages import Message
 from paceline.server.coded_push import PushCoding
+from tests.unit.protocol_net import EPOCH, LAYOUT, LR, RULES, Net, gradient
 from tests.unit.test_outlived_by_servers import STEPS, letting_go, lose_some
-from tests.unit.test_server_protocol import EPOCH, LAYOUT, LR, RULES, Net, gradient
 
 UNIT = 4
 

@@ -24,7 +24,7 @@ from paceline.server.tables.dividing import joined
 from paceline.server.tables.spec import RowGradients
 from paceline.server.whole_pushes import what_counts
 from tests.unit.one_table import NUM_ROWS, spec_of
-from tests.unit.test_server_protocol import EPOCH, LR, RULES, Net, gradient, train
+from tests.unit.protocol_net import EPOCH, LR, RULES, Net, gradient, train
 
 STEPS = 4
 TABLE = spec_of(f"sgd:lr={LR}", std=0.0)

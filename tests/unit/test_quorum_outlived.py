@@ -16,8 +16,8 @@ from paceline.elastic import Done
 from paceline.membership import Membership
 from paceline.messages import Message
 from paceline.server.admission import Quorum
+from tests.unit.protocol_net import EPOCH, FOREVER, LR, Net, gradient
 from tests.unit.test_outlived_by_servers import act, letting_go, lose_some
-from tests.unit.test_server_protocol import EPOCH, FOREVER, LR, Net, gradient
 
 MOST = 6
 Turns = Generator[None, None, None]

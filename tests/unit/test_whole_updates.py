@@ -21,8 +21,8 @@ from paceline.membership import Membership
 from paceline.messages import Message
 from paceline.server.admission import ProtocolError
 from paceline.server.whole_updates import Round, Share, Took, WholeUpdate
+from tests.unit.protocol_net import EPOCH, LR, RULES, Net
 from tests.unit.test_outlived_by_servers import act, letting_go, lose_some
-from tests.unit.test_server_protocol import EPOCH, LR, RULES, Net
 from tests.unit.test_shard import SHAPES, make_shard
 
 VALUES = [float((7 * sample + 3) % 11) for sample in range(29)]

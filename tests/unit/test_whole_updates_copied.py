@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.server.spec import Push
-from tests.unit.replicated_servers import DEATHS, FOREVER, TWO_DEATHS, Death
-from tests.unit.test_outlived_by_copies import (
+from tests.unit.outlived_copies import (
     NUM_WORKERS,
     PLACES,
     POINTS,
@@ -22,6 +21,7 @@ from tests.unit.test_outlived_by_copies import (
     Restored,
     Training,
 )
+from tests.unit.replicated_servers import DEATHS, FOREVER, TWO_DEATHS, Death
 from tests.unit.test_whole_updates import VALUES, Worker, batches
 
 

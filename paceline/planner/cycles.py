@@ -12,7 +12,8 @@ from paceline.planner.coded import CodedMean, coded_exchange, coded_mean, settle
 from paceline.planner.draws import Draws
 from paceline.planner.fabric import Floats, Loads
 from paceline.planner.quorums import QuorumRounds
-from paceline.planner.servers import ServerExchange, rows_beside, server_exchange
+from paceline.planner.row_exchange import rows_beside
+from paceline.planner.servers import ServerExchange, server_exchange
 from paceline.planner.setting import Setting
 from paceline.planner.turns import NUM_ROUNDS, Turns
 from paceline.planner.weight_work import told_bytes

@@ -155,7 +155,7 @@ def run(
     crowding.warn(console, workers, engine=engine, address=address)
     with beginning.ray_beside_imports(engine=engine, address=address, insecure=insecure, num_workers=workers):
         from paceline.pieces import parse_options
-        from paceline.running import going_on, launch
+        from paceline.running import checks, going_on, launch
         from paceline.strategies import build, name_of, settings_of
 
         options = parse_options(option or [], where="--option")
@@ -182,7 +182,7 @@ def run(
                     program,
                     strategy=chosen,
                     workers=workers,
-                    engine=cast(launch.EngineChoice, engine),
+                    engine=cast(checks.EngineChoice, engine),
                     cluster=cluster,
                     address=address,
                     insecure=insecure,

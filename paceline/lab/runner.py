@@ -29,7 +29,7 @@ from paceline.lab import tuning
 from paceline.lab.frames import FAILED, FINISHED
 from paceline.lab.spec import StudySpec, Trial
 from paceline.records import EventRecord, read_records, record_path
-from paceline.running import launch
+from paceline.running import checks, launch
 from paceline.running.variables import variables
 
 TRIALS = "trials"
@@ -268,7 +268,7 @@ def _launch(spec: StudySpec, trial: Trial, script: Script, directory: Path, watc
         script,
         strategy=trial.variant.strategy,
         workers=trial.workers,
-        engine=cast(launch.EngineChoice, spec.engine),
+        engine=cast(checks.EngineChoice, spec.engine),
         cluster=spec.cluster.content if spec.cluster is not None else None,
         address=spec.address,
         insecure=spec.insecure,

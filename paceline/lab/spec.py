@@ -20,8 +20,7 @@ from paceline.errors import UsageError
 from paceline.interval import Interval
 from paceline.lab.variant import Variant
 from paceline.lab.virtual_cluster import VirtualCluster
-from paceline.running import launch
-from paceline.running.checks import check_metric
+from paceline.running import checks
 from paceline.running.variables import variables
 from paceline.strategies.base import Strategy
 from paceline.strategies.hostility import require_attackable
@@ -137,13 +136,13 @@ class StudySpec:
                     raise UsageError(f"{name}: {value} is given twice")
         if min(self.workers) < 1:
             raise UsageError(f"workers must be at least 1, not {min(self.workers)}")
-        launch.check_engine(self.engine, cluster=self.cluster, address=self.address)
-        launch.check_environment(self.engine, self.environment)
+        checks.check_engine(self.engine, cluster=self.cluster, address=self.address)
+        checks.check_environment(self.engine, self.environment)
         if self.eval_every is not None:
             object.__setattr__(self, "eval_every", str(Interval.parse(self.eval_every)))
         for seed in self.seeds:
             self.config(seed)
-        launch.elastic_of(self.elastic, None, self.replace, default="keep")
+        checks.elastic_of(self.elastic, None, self.replace, default="keep")
         if self.tune and TUNING_SEED in self.seeds:
             raise UsageError(f"seed {TUNING_SEED} is the one that options are tuned with; judge others")
         _ = self.settings
@@ -203,7 +202,7 @@ class StudySpec:
             **settings,
         )
         for text in targets:
-            check_metric(program, Target.parse(text))
+            checks.check_metric(program, Target.parse(text))
         return spec
 
     def read_script(self) -> Script:

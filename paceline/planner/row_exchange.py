@@ -20,8 +20,8 @@ class Way(NamedTuple):
     """What rows of all workers take one way, between workers and servers."""
 
     own_s: Floats
-    """Of each worker, alone: they keep the busiest thing busy that they pass. Before rows of tables it has been quiet:
-    what a card lets pass at once goes as fast as cores pack it."""
+    """For each worker, how long they keep the busiest thing busy that they pass, if it trained alone. Before rows of
+    tables that has been quiet: what a card lets pass at once goes as fast as cores pack it."""
     together_s: float
     """The same, where all send at once."""
     loads: Loads
@@ -36,12 +36,13 @@ class RowExchange(NamedTuple):
     push: Way
     pull: Way
     own_packed_s: Floats
-    """Of all that, what each worker's cores pack."""
+    """How long each worker's cores pack all of that."""
     turn_s: float | None
-    """Between the ends of what comes last to two workers. None: they stay together, as where workers ask for rows of
-    tables one after the other: what all others are sent is ahead of a further request, however small."""
+    """How much later than one worker the next one gets the last it waits for. None: workers stay together, as where
+    they ask for rows of tables one after the other: what all others are sent is ahead of a further request, however
+    small."""
     trips: tuple[costs.Trip, ...] = ()
-    """Of rows of tables, what asynchronous workers meet of others' on their way to servers, and back."""
+    """What rows of tables of one asynchronous worker meet of others' rows, on their way to servers and back."""
     core_s: tuple[float, float] = (0.0, 0.0)
     """Where hosts share cores: how long one worker's step and both ends of its requests need one, and the same over the
     cores that there are."""
@@ -55,7 +56,7 @@ class RowExchange(NamedTuple):
 
     @property
     def own_other_s(self) -> Floats:
-        """Of the way that takes less, which is not that of the busiest link."""
+        """Each worker's time for the way that takes less, which is not that of the busiest link."""
         own_s: Floats = np.minimum(self.push.own_s, self.pull.own_s)
         return own_s
 
@@ -142,7 +143,7 @@ def rows_beside(setting: Setting, *, row_staleness: int, joins: bool) -> tuple[f
 
 
 def _ways_s(setting: Setting) -> float:
-    """Of a request and its answer."""
+    """How long a request and its answer are on their way."""
     workers, servers = np.array(setting.places.workers), np.array(setting.places.servers)
     return 2 * float(setting.fabric.farthest_s(workers, servers).max())
 

@@ -48,7 +48,7 @@ class ServerExchange:
     num_pieces: float
     """Each server's key range travels in so many pieces."""
     turn_s: float
-    """Between the ends of the answers to two workers: a link serves them chunk by chunk, in turns."""
+    """How much later than one worker's answer the next one's ends: a link serves them chunk by chunk, in turns."""
     clash_s: float
     """All workers begin with the same server, and all servers with the same worker: others idle meanwhile."""
     chunk_share: float

@@ -1,4 +1,4 @@
-"""How a server's shards answer its workers: which of them are complete, what each gets, and what goes in turn."""
+"""How a server answers its workers: whose requests are complete, what each worker gets, and what goes in turn."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +80,7 @@ class Answering:
         return [(message.shard, self.parts[message.shard])]
 
     def tick(self, now_s: float) -> Iterator[Action]:
-        """What is due by now. Only the shard that decides for others looks at the time."""
+        """Do what is due by now. Only the shard that decides for others looks at the time."""
         if self.is_timed:
             part = self.parts[-1]
             yield from self.answer(len(self.parts) - 1, part, part.shard.tick(now_s), now_s)

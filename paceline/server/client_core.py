@@ -61,9 +61,9 @@ class ClientCore:
         epochs: Sequence[int] | None = None,
     ) -> None:
         self.what = ""
-        """The present conversation is about, in words."""
+        """What the present conversation is about, in words."""
         self.moved_bytes = 0
-        """Of its messages so far."""
+        """Bytes of the present conversation's messages so far."""
         self.rank, self._epoch, self._carries_bytes = rank, epoch, carries_bytes
         kinds = zip(beside, epochs or [epoch] * len(beside), strict=True)
         self._servers = [AskedServer(carries_bytes, is_beside, own_epoch) for is_beside, own_epoch in kinds]
@@ -121,7 +121,7 @@ class ClientCore:
         self._begun_at = iteration
 
     def encode(self, push: Push) -> None:
-        """What is pushed next, where it is coded."""
+        """Encode what is pushed next, for servers that get it through a codec."""
         for server in self._servers:
             if server.coded is None or push.void:
                 continue
@@ -206,7 +206,7 @@ class ClientCore:
         return [self._sent(index, self._attaching(index))]
 
     def ask_again(self, index: int) -> list[Send]:
-        """What to send a server that has just taken another's place, of what that owed an answer to."""
+        """Say what to send a server that has just taken another's place, which owed answers."""
         return self._ask_server(index) if self._servers[index].num_due else []
 
     def close(self) -> None:
@@ -216,8 +216,8 @@ class ClientCore:
     # --- answers ------------------------------------------------------------------------------------------------
 
     def receive(self, index: int, answer: Message) -> Iterator[Send]:
-        """A server's answer has come. What to send for it, each message before more is done; to the end, or the state
-        is not whole."""
+        """A server's answer has come. Say what to send for it, each message before more is done. The caller goes
+        through to the end: before that the state is not whole."""
         server = self._servers[index]
         self.moved_bytes += answer.num_bytes
         if answer.kind is Kind.ERROR:
@@ -319,12 +319,12 @@ class ClientCore:
 
     @property
     def iteration(self) -> int:
-        """Of the first server, as it last said."""
+        """The first server's iteration, as it last said."""
         return self._servers[0].answers[-1].iteration
 
     @property
     def waiting_s(self) -> float:
-        """For which the slowest server let this worker wait for others."""
+        """How long the slowest server has let this worker wait for others."""
         return max(sum(answer.waiting_s for answer in server.answers) for server in self._servers)
 
     def targets(self, index: int) -> tuple[KeyRange, list[Tensor]]:

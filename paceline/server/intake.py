@@ -38,7 +38,7 @@ class Intake:
         self._codec, self._outlives_workers = spec.codec, spec.outlives_workers
 
     def exchange(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
-        """A worker pushes: all at once, or a piece."""
+        """A worker pushes, all at once or a piece."""
         client.arrived_s = now_s
         parts = self._answering.parts_of(message)
         if "rows" in message.body:
@@ -144,5 +144,5 @@ class Intake:
             decode_push(codec, push, gradients, server=self._answering.index, shard=index)
 
     def _codec_of(self, push: Message) -> TensorCodec | None:
-        """What the push has come through, if it did not come as it is."""
+        """The codec that the push has come through, if any."""
         return None if push.flags & UNCODED else self._codec

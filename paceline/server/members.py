@@ -48,8 +48,8 @@ class Members:
 
     @property
     def decided(self) -> Decisions:
-        """What this server has decided for others, as far as one of them may not have been told. Workers tell them,
-        unless they die."""
+        """What this server has decided for other servers that may not know of it yet: workers tell them, unless they
+        die."""
         parts = self._answering.parts
         return parts[-1].shard.rule.decided if parts else {}
 

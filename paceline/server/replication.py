@@ -150,24 +150,24 @@ class Replication:
         return self._commit([Send(message.sender, answer)], [replace(self._attached[message.sender])])
 
     def part_with(self, worker: int, say: Callable[[Any], object]) -> Iterator[CopyAction]:
-        """As `Members.part_with`, of what every copy has."""
+        """Do `Members.part_with`, and say what every copy has of the worker."""
         return self._commit([Said(say, self._core.members.part_with(worker))], [])
 
     def let_go(
         self, worker: int, counts: Message | None, say: Callable[[Any], object], now_s: float
     ) -> Iterator[CopyAction]:
-        """As `Members.let_go`, on every copy, and say `Members.decided`: rules that have copies decide for none
-        but themselves."""
+        """Do `Members.let_go` on every copy, and say `Members.decided`: rules that have copies decide for none but
+        themselves."""
         actions = list(self._core.members.let_go(worker, counts, now_s))
         return self._commit([*actions, Said(say, self._core.members.decided)], [entries.of_let_go(worker, counts)])
 
     def expect(self, worker: int, say: Callable[[Any], object]) -> Iterator[CopyAction]:
-        """As `Members.expect`, on every copy."""
+        """Do `Members.expect` on every copy, and say its clock."""
         clock = self._core.members.expect(worker)
         return self._commit([Said(say, clock)], [entries.of_expected(worker)])
 
     def let_in(self, worker: int, clock: int, say: Callable[[Any], object], now_s: float) -> Iterator[CopyAction]:
-        """As `Members.let_in`, on every copy."""
+        """Do `Members.let_in` on every copy."""
         actions = list(self._core.members.let_in(worker, clock, now_s))
         return self._commit([*actions, Said(say, None)], [entries.of_let_in(worker, clock)])
 
@@ -291,7 +291,7 @@ class Replication:
         self._lacks_memory |= not self._reach(message)
 
     def _take_whole(self, entry: Message) -> Iterator[CopyAction]:
-        """Of all that the copy before has: every entry has the number of the last one that is part of it."""
+        """An entry of all that the copy before has. Each has the number of the last one that is part of that copy."""
         attempt = entries.attempt_of(entry)
         if attempt is not None:
             self._change.clear()
@@ -351,7 +351,7 @@ class Replication:
         return entries.of_whole(self._core, attached, attempt=self._num_attempts)
 
     def _numbered(self, whole: list[Message]) -> list[Message]:
-        """As a change that has brought this copy to where it is."""
+        """Number these entries as one change, which brings a copy to where this one is."""
         for entry in whole:
             entry.clock, entry.flags = self._number, MORE if entry is not whole[-1] else 0
         return whole

@@ -1,4 +1,4 @@
-"""A server's end of the protocol: a message in, then what to do about it, one thing after the other.
+"""A server's end of the protocol: it takes a message, and says what to do about it, one thing after the other.
 
 Sans-IO: whoever carries messages calls it, gives it the time, and does what it says.
 """
@@ -69,7 +69,7 @@ class ServerCore:
 
     @property
     def epoch(self) -> int:
-        """Of the membership."""
+        """The membership's epoch."""
         return self._answering.epoch
 
     @epoch.setter
@@ -86,7 +86,7 @@ class ServerCore:
 
     @property
     def is_in_turn(self) -> bool:
-        """As `Answering.is_in_turn`."""
+        """Whether pieces of answers go a few at a time (`Answering.is_in_turn`)."""
         return self._answering.is_in_turn
 
     @property
@@ -128,7 +128,7 @@ class ServerCore:
     def attach(
         self, message: Message, *, gradients: Tensor | None, parameters: Tensor | None, is_beside: bool
     ) -> dict[str, Any]:
-        """A worker says that it is there; what it is to be told.
+        """A worker says that it is there. Returns what it is to be told.
 
         Args:
             gradients, parameters: its buffers, laid out like the model, if they are in reach of this server.
@@ -146,7 +146,7 @@ class ServerCore:
         def own() -> list[list[Tensor]]:
             before = self._clients.get(message.sender)
             if before is not None and not before.is_beside:
-                return before.gradients  # in which a push may be held
+                return before.gradients  # they may hold a push
             return [[torch.zeros_like(tensor) for tensor in part.shard.parameters] for part in self.parts]
 
         self._clients[message.sender] = Client(
@@ -164,11 +164,11 @@ class ServerCore:
         }
 
     def receive(self, message: Message, now_s: float) -> Iterator[Action]:
-        """What to do about a worker's message, each thing before the next is decided; to the end, or the state is not
-        whole.
+        """Say what to do about a worker's message, each thing before the next is decided. The caller goes through to
+        the end: before that the state is not whole.
 
-        A message that is refused is the asker's trouble. Any other exception is the server's, which cannot go on: some
-        of its shards may have been updated.
+        Where a message is refused, only its sender hears of it. After any other exception the server cannot go on:
+        some of its shards may have been updated.
         """
         if message.sender in self.members.gone:
             return
@@ -192,11 +192,11 @@ class ServerCore:
         return self.parts[-1].shard.rule.wakes_at_s if self._answering.is_timed else None
 
     def tick(self, now_s: float) -> Iterator[Action]:
-        """What to do because it is that late."""
+        """Say what is to be done by now, though no message has come."""
         return self._answering.tick(now_s)
 
     def failure(self, error: Exception) -> Message:
-        """What the asker is told."""
+        """The message that tells a worker why it was refused."""
         text = f"server {self.index}: {type(error).__name__}: {error}"[:_ERROR_LENGTH]
         return self.message(Kind.ERROR, body={"error": text})
 

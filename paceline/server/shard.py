@@ -66,18 +66,18 @@ class Shard:
         self._pulled_at: dict[int, int] = {}
         self._given: dict[int, _Given] = {}  # by sender
         self._kept: dict[tuple[int, int], _Given] = {}
-        """By worker and clock: the first push whose worker went on before the update."""
+        """By worker and clock, the first push whose worker went on before the update."""
         self._waiting: dict[int, tuple[int, _Given | None]] = {}
-        """By worker: when to answer it even so, and what it pushed last."""
+        """By worker, the iteration at which it is answered even if not admitted, and what it pushed last."""
         self._stop = False
         self._applied: list[Applied] = []
         self._whole = WholeUpdate()
         self._rounds: list[Applied] = []
         """Gradients of the rounds of a whole update, until it is complete."""
         self._copied: dict[int, tuple[int, int]] = {}
-        """By worker: clock and staleness of the last contribution that another copy of this shard has closed."""
+        """By worker, clock and staleness of the last contribution that another copy of this shard has closed."""
         self._told: dict[int, tuple[int, int]] = {}
-        """As `_copied`, of contributions that this one has closed, and told others of."""
+        """The same, for contributions that this shard has closed, and told its copies of."""
         self.before_closing: Callable[[Closed], None] | None = None
         """Told of each clock before it changes anything but the rule."""
 
@@ -235,7 +235,7 @@ class Shard:
         return is_idle and not self.rule.begins and self._stepping.is_alike_for(self.rule.active)
 
     def clocks(self) -> dict[int, tuple[int, int]]:
-        """Of each worker its clock, and the iteration at which it last got parameters."""
+        """Each worker's clock, and the iteration at which it last got parameters."""
         ranks = sorted(self.rule.active.union(self.rule.members.ranks))
         return {rank: (self.rule.clock_of(rank), self._pulled_at.get(rank, 0)) for rank in ranks}
 

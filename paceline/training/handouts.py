@@ -252,7 +252,8 @@ class Handouts:
 
     @property
     def _goes_batch_by_batch(self) -> bool:
-        """As most scripts do, of whom nothing else is to be asked: one batch is out at most, and all count alike."""
+        """Whether the script does as most do, so that nothing else is to be asked: one batch is out at most, and all
+        count alike."""
         is_odd = self._num_ahead or self._is_looking or self._leaves_out or self._are_uneven or self._is_over
         return not is_odd and len(self._out) < 2
 

@@ -85,7 +85,7 @@ class Holding:
         self._lending: Lending | None = None
         self._replication: Replication | None = None
         self._reached: dict[int, SharedBlock] = {}
-        """By worker that another copy has told of: its gradients, if it is on this host."""
+        """The gradients of each worker on this host that another copy has told of."""
         self._send_on: Callable[[int, int, Message], None] | None = None
         self._put_off: list[Callable[[], None]] = []
         self.version = 0

@@ -59,7 +59,7 @@ def _with_servers(run: WorkerRun, elastic: Elastic) -> tuple[Surviving, Connect]
         if whole is not None:
             entering.state_of_data, entering.take_up_data = whole.state, whole.take_up
 
-    return whole or outlived, connect
+    return outlived if whole is None else whole, connect
 
 
 def _with_own_model(run: WorkerRun) -> tuple[Surviving, Connect]:

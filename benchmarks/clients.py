@@ -88,7 +88,8 @@ def conduct(script: Path, strategies: Sequence[str], args: argparse.Namespace, *
         cluster="lab-1gbe",
         arguments=["--model", "mlp", "--lr", "0.1", "--batch-size", "60000", "--passes", str(args.rounds)],
         out=out,
-    )
+        retry_failed=True,
+    ).require_finished()
 
 
 def cells(study: Study, strategy: str) -> tuple[str, str, str]:

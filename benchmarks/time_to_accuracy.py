@@ -143,6 +143,7 @@ def conduct(
         cluster=CLUSTER,
         arguments=[*part.script, "--steps", str(part.max_steps * WORKERS // workers), *rate],
         out=out.with_name(f"{out.name}-{workers}"),
+        retry_failed=True,
     )
 
 

@@ -46,7 +46,8 @@ def conduct(alpha: float, args: argparse.Namespace) -> Study:
             *("--epochs", str(args.epochs), "--momentum", str(args.momentum), *rate),
         ],
         out=args.out / f"uneven-{args.dataset}-{alpha}",
-    )
+        retry_failed=True,
+    ).require_finished()
 
 
 def main() -> None:

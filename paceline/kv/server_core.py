@@ -84,7 +84,7 @@ class ServerCore:
             self._waiting.remove(request)
             try:
                 self._begin(request)
-            except Exception as error:  # the rule is the user's, too
+            except (Exception, SystemExit) as error:  # the rule is the user's, too
                 if request.worker in self._held and self._held[request.worker].push is request:
                     del self._held[request.worker]
                 self._finish(request, Kind.ERROR, {"error": self._text(error)})
@@ -160,7 +160,7 @@ class ServerCore:
             rows = self.rows.read(pushed.keys)
             self._changes[name](rows, pushed.values)
             self.rows.write(pushed.keys, rows)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             for push in pushes:
                 text = f"function {name!r} raised {type(error).__name__}: {error}"
                 self._finish(push, Kind.ERROR, {"error": f"server {self.index}: {text}"})
@@ -196,7 +196,7 @@ class ServerCore:
             Send(worker, Message(kind, EPOCH, worker, clock=timestamp, tensor_bytes=size, body=body, payload=payload))
         )
 
-    def _text(self, error: Exception) -> str:
+    def _text(self, error: BaseException) -> str:
         kind = "" if isinstance(error, WireError | ProtocolError) else f"{type(error).__name__}: "
         return f"server {self.index}: {kind}{error}"[:4000]
 

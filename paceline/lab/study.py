@@ -14,9 +14,9 @@ from rich.console import Console
 
 from paceline import durable
 from paceline.engines.standing import Watcher
-from paceline.errors import UsageError
+from paceline.errors import RunFailed, UsageError
 from paceline.lab import gathering, runner, verdict
-from paceline.lab.frames import Frames
+from paceline.lab.frames import FINISHED, Frames
 from paceline.lab.progress import StudyProgress
 from paceline.lab.runner import OUTCOME_FILE, Position, StudyWatcher, TrialOutcome
 from paceline.lab.spec import StudySpec, Trial
@@ -217,6 +217,23 @@ class Study:
     def verdict(self) -> verdict.Verdict:
         """What the tables say, in words."""
         return verdict.judge(self.frames)
+
+    def require_finished(self) -> "Study":
+        """This study, for tables of one's own, in whose means a trial without a result would be missing unnoticed.
+
+        Raises:
+            RunFailed: a trial has failed or was not run; the message names the first, and says why.
+        """
+        trials = self.frames.trials
+        lacking = trials[trials["status"] != FINISHED]
+        if len(lacking):
+            first = lacking.iloc[0]
+            raise RunFailed(
+                f"{self.directory}: {len(lacking)} of {len(trials)} trials have no result; the first is "
+                f"{first['strategy']} with {first['workers']} workers and seed {first['seed']}: "
+                f"{first['reason'] or 'it has not been run'}"
+            )
+        return self
 
     def save_tables(self) -> None:
         """Write the tables as CSV files, if this study's directory can be written to. Raises OSError."""

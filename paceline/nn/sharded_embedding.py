@@ -1,6 +1,7 @@
 """An embedding whose rows are not among the model's parameters: servers hold them, or this process alone."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, final
@@ -18,6 +19,8 @@ from paceline.server.tables.table import Table
 T = TypeVar("T")
 _ANCHOR = torch.empty(0, requires_grad=True)
 """Rows are made from it, so that backward comes to them."""
+look_at: ContextVar[Callable[["ShardedEmbedding"], None] | None] = ContextVar("look_at_table", default=None)
+"""Who looks at each table whose rows the script reads in order to train. Virtual workers have a context each."""
 
 
 class Holder(Protocol):
@@ -233,6 +236,11 @@ class ShardedEmbedding(nn.Module):
     def drop_gradients(self) -> None:
         self._found.clear()
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether backward passes have found some that nobody has taken."""
+        return bool(self._found)
+
     def rescale_gradients(self, factor: float) -> None:
         """Give what was found so far another weight."""
         self._found[:] = [RowGradients(keys, values * factor) for keys, values in self._found]
@@ -272,6 +280,9 @@ class ShardedEmbedding(nn.Module):
         if not trains:
             return read()
         self._require_unscaled(keys.device.type)
+        look = look_at.get()
+        if look is not None:
+            look(self)
         rows: Tensor = _Noted.apply(_ANCHOR, read, partial(self._note, own))  # type: ignore[no-untyped-call]
         return rows
 

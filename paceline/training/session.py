@@ -44,6 +44,7 @@ from paceline.training.summed_loss import SummedLoss
 from paceline.training.survivors import Parts, survivor_of
 from paceline.training.unchanged import remembered_values
 from paceline.training.unprepared import UnpreparedSteps
+from paceline.training.unprepared_tables import UnpreparedTables
 from paceline.training.worker_run import Prepared, WorkerRun
 
 _LAST = 8
@@ -159,15 +160,25 @@ class Session:
         steps.tell_facts({} if self.course.joins else synchronizer.facts)  # of the others, one who joins knows nothing
         for optimizer, part in zip(optimizers.values(), parts.values(), strict=True):
             steps.take_over(optimizer, part, is_first=part is first)
+
+        def may_train_others() -> bool:
+            return context.size == 1 or self.course.is_pausing
+
+        def num_steps() -> int:
+            return handouts.progress().num_steps
+
         unprepared = UnpreparedSteps(
             model,
             optimizers.values(),
             rank=context.rank,
             may_step=lambda: steps.may_step_unprepared,
-            may_train_others=lambda: context.size == 1 or self.course.is_pausing,
-            num_steps=lambda: handouts.progress().num_steps,
+            may_train_others=may_train_others,
+            num_steps=num_steps,
         )
-        for part_of_run in (unprepared, batches, steps, handouts, synchronizer, self._checkpoints):
+        tables = UnpreparedTables(
+            whole.tables, rank=context.rank, may_train_others=may_train_others, num_steps=num_steps
+        )
+        for part_of_run in (unprepared, tables, batches, steps, handouts, synchronizer, self._checkpoints):
             self._at_release.callback(part_of_run.close)
         if self._checkpoint is not None:
             self._go_on_from(self._checkpoint)

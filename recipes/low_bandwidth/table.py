@@ -62,7 +62,8 @@ def main() -> None:
         cluster=args.cluster,
         arguments=script + [text for name, value in numbers.items() for text in (f"--{name}", str(value))],
         out=args.out or Path("studies") / f"local-updates-{args.dataset}-{args.model}",
-    )
+        retry_failed=True,
+    ).require_finished()
     table = Table("strategy", "accuracy", "range", "below all-reduce", "MB a worker moved", "seconds on the cluster")
     trials = study.frames.trials
     synchronous = trials[trials["strategy"] == "all-reduce"]["last_metric"].mean()

@@ -73,6 +73,32 @@ def extend(worker: Worker, out: Path) -> None:
         updater.step()
 
 
+@pytest.mark.parametrize("run", ENGINES)
+def test_a_table_of_no_prepared_model_that_nobody_updates(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"table 'beside' .* no prepared model, so nobody updates it; make"):
+        run(partial(launched, beside, tmp_path), strategy="ps-asp", workers=1, out=tmp_path / "run")
+
+
+def test_a_table_of_no_prepared_model_that_each_worker_updates(tmp_path: Path) -> None:
+    script = partial(launched, partial(beside, updates=True), tmp_path)
+    with pytest.raises(RunFailed, match=r"table 'beside' .* no prepared model, so each worker would update it alone"):
+        virtual_engine.run(script, strategy="ps-bsp", workers=2, out=tmp_path / "run")
+    virtual_engine.run(script, strategy="ps-bsp", workers=1, out=tmp_path / "alone")
+
+
+def beside(worker: Worker, out: Path, *, updates: bool = False) -> None:
+    """Train with a table that `prepare` is not given."""
+    model, own = tables("sgd"), ShardedEmbedding(9, DIM, optimizer="sgd:lr=0.1", name="beside", dtype=torch.float64)
+    loader: Any = DataLoader(ratings(), batch_size=BATCH)
+    model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for users, items, _ in loader:
+        updater.zero_grad()
+        (model(USERS[users], items) + own(items % 9).sum(dim=1)).mean().backward()
+        if updates:
+            own.update()
+        updater.step()
+
+
 def misuse(worker: Worker, out: Path, *, key: float = 12, factor: float = 1.0, only_on: int | None = None) -> None:
     model: Any = tables("sgd")
     loader: Any = DataLoader(ratings(), batch_size=BATCH)

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from paceline.errors import UsageError
+from paceline.errors import RunFailed, UsageError
 from paceline.lab import step_totals
 from paceline.lab.frames import COLUMNS, Frames, table
 from paceline.lab.runner import TrialOutcome
@@ -115,6 +115,15 @@ def test_failed_and_missing_trials_are_rows_without_measurements(tmp_path: Path)
     two = made.frames.summary.set_index("workers").loc[2]
     assert (two["seeds"], two["failed"], two["reached"]) == (0, 1, 0)
     assert math.isnan(two["samples_per_s"])
+
+    lacking = "3 of 4 trials have no result; the first is all-reduce with 2 workers and seed 0: worker 1 "
+    with pytest.raises(RunFailed, match=lacking):
+        made.require_finished()
+
+
+def test_a_study_of_finished_trials_is_whole(tmp_path: Path) -> None:
+    made = study(tmp_path / "s", {("all-reduce", 1, 0): reaching(10.0)}, workers=(1,))
+    assert made.require_finished() is made
 
 
 def test_pauses_are_on_no_clock(tmp_path: Path) -> None:

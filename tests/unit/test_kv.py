@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -264,6 +265,8 @@ def shrink(rows: Tensor, pushed: Tensor, *, by: float) -> None:
     """All rows are halved, and count in their state how often."""
     if by == 0:
         raise ArithmeticError("by 0")
+    if by < 0:
+        sys.exit(3)
     rows[:, :1] = rows[:, :1] / by + pushed
     rows[:, 1] += 1
 
@@ -320,11 +323,12 @@ def test_a_users_function_sees_its_range_and_a_state_of_its_own() -> None:
     assert world.servers[1].rows.read(tensor([7]))[0, 1] == 1
 
 
-def test_a_function_that_fails_has_changed_nothing_and_is_named() -> None:
-    functions = {"shrink": Function(f"{HERE}:shrink", options={"by": 0})}
+@pytest.mark.parametrize(("by", "error"), [(0, "ArithmeticError: by 0"), (-1, "SystemExit: 3")])
+def test_a_function_that_fails_has_changed_nothing_and_is_named(by: int, error: str) -> None:
+    functions = {"shrink": Function(f"{HERE}:shrink", options={"by": by})}
     world = World(spec_of(servers=1, state=1, functions=functions), random.Random(0))
     world.ask(0, Kind.PUSH_VALUES, tensor([6]), torch.ones(1, dtype=torch.float64), function="shrink")
-    with pytest.raises(UsageError, match=r"server 0: function 'shrink' raised ArithmeticError: by 0"):
+    with pytest.raises(UsageError, match=f"server 0: function 'shrink' raised {error}"):
         world.settle()
     assert len(world.servers[0].rows.keys) == 0
 

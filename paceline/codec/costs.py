@@ -100,7 +100,7 @@ def coding_s(
 def num_operations(codec: Codec, shapes: Sequence[Shape], size: int) -> float:
     """Of one worker in one average of such tensors among so many, through the codec: encoding, decoding, joining.
 
-    They are counted by doing so with a few zeros.
+    They are counted by doing so with a few numbers.
     """
     if codec.shaped:
         return _joined(codec, tuple(tuple(min(edge, _EDGE) for edge in shape) for shape in shapes), size)
@@ -124,7 +124,7 @@ def message_coding_s(codec: Codec, speed: Speed, num_bytes: float) -> tuple[floa
 def operation_s(codec: Codec, device: torch.device | None = None) -> float:
     """Seconds of an operation of this codec here, of so few elements that these do not count: the median of some
     exchanges of a worker with itself."""
-    exchange = _exchange(codec, ((_EDGE, _EDGE),) if codec.shaped else (), _NUM_TIMED, device)
+    exchange = alone(codec, ((_EDGE, _EDGE),) if codec.shaped else (), _NUM_TIMED, device)
     taken_s = []
     with torch.no_grad():
         for _ in range(_NUM_TRIES):
@@ -143,7 +143,7 @@ def _joined(codec: Codec, shapes: tuple[Shape, ...], size: int) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _count(codec: Codec, shapes: tuple[Shape, ...], size: int) -> int:
-    exchange = _exchange(codec, shapes, size)
+    exchange = alone(codec, shapes, size)
     with torch.no_grad():
         exchange()  # what is found out once does not count
         count = _Count()
@@ -152,10 +152,12 @@ def _count(codec: Codec, shapes: tuple[Shape, ...], size: int) -> int:
     return count.num
 
 
-def _exchange(
-    codec: Codec, shapes: Sequence[Shape], size: int, device: torch.device | None = None
-) -> Callable[[], None]:
-    """Averages a few zeros through the codec. Args: shapes: none: a block for each worker."""
+def alone(codec: Codec, shapes: Sequence[Shape], size: int, device: torch.device | None = None) -> Callable[[], None]:
+    """Averages ones through the codec each time it is called: one worker's part, as if there were so many.
+
+    Args:
+        shapes: of the tensors; none: a block for each worker.
+    """
     if not shapes:
         assert isinstance(codec, TensorCodec)
         shapes = ((size * codec.block,),)
@@ -165,7 +167,7 @@ def _exchange(
         start += regions[-1].num_elements
     peers, like = _Alone(size), torch.zeros(start, device=device)
     kept = beginnings(codec, regions, like, rank=0, size=size, seed=0)
-    return lambda: join(codec, peers, torch.zeros_like(like), kept, {}, regions=regions, path=(0,), seed=0)
+    return lambda: join(codec, peers, torch.ones_like(like), kept, {}, regions=regions, path=(0,), seed=0)
 
 
 @functools.lru_cache(maxsize=256)

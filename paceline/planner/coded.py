@@ -12,7 +12,7 @@ import torch
 from paceline.codec import Auto, Codec, Shape, TensorCodec, chosen
 from paceline.codec.costs import Speed, coding_s
 from paceline.layout import NUM_FLAGS
-from paceline.planner import filling
+from paceline.planner import costs, filling
 from paceline.planner.demand import StepWork
 from paceline.planner.fabric import Loads
 from paceline.planner.setting import Setting
@@ -85,8 +85,9 @@ def coded_mean(
     elif size > 1:
         sent, rounds = (total, 1) if codec.sparse else (total / size, 2)
         among = fabric.everyone_to_everyone(hosts, hosts, sent) + fabric.messages(hosts, hosts, -sent)
-        latency_s = float(fabric.farthest_s(hosts, hosts).max()) + (size - 1) * setting.message_s
-        time_s += rounds * (fabric.busiest(among).busy_s + latency_s)
+        time_s += rounds * float(fabric.farthest_s(hosts, hosts).max())
+        each_s = fabric.busiest(among).busy_s / (size - 1)
+        time_s += rounds * costs.burst_s(size - 1, each_s=each_s, message_s=setting.message_s)
         loads = loads + among * rounds
     if scope == "links" and setting.ring.num_inner.any():  # the ranks of a host hand theirs to the first, and back
         inner = fabric.messages(leaders, leaders, setting.ring.num_inner.astype(np.float64) * 2 * work.parameter_bytes)

@@ -13,14 +13,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from paceline.codec import Int8
-from paceline.codec.costs import operation_s as coding_operation_s
 from paceline.comm.algorithms.pieces import exchange
 from paceline.comm.base import Collective
 from paceline.comm.wire import Caller, Keys
 from paceline.engines.ray.nodes import own_address
 from paceline.engines.world import current
 from paceline.messages import FRAME_BYTES, Kind, Message
+from paceline.probing import coding
 from paceline.probing.echo import EPOCH, PING_BYTES, Echo
 from paceline.probing.exchanging import ExchangeCost, Exchanges
 from paceline.probing.sharing import NUM_TRIES, answered, await_answer, connected, measure_unevenness, unevenness_of
@@ -84,7 +83,7 @@ class NetworkReport:
     operation_core_s: float
     """Processor time of this rank in one, of a few at a time; with caches that hold other things."""
     coding_s: float
-    """Seconds of an operation of a codec that codes few elements."""
+    """Seconds of one of a codec's operations on a small tensor, besides its bytes."""
     shared_bytes_per_s: float
     """Rate of a large all-reduce among all ranks: its tensor's bytes over its seconds."""
     memory_bytes_per_s: float
@@ -163,6 +162,10 @@ class _Measurement:
         def reduce() -> None:
             collective.all_reduce(small, op="mean").wait()
 
+        def reduce_few() -> None:
+            for _ in range(_FEW):
+                reduce()
+
         operation_s = mean_s(reduce, _NUM_PINGS)
         return NetworkReport(
             self._address,
@@ -170,8 +173,8 @@ class _Measurement:
             tuple(found),
             packing_bytes_per_s,
             operation_s,
-            _core_s(lambda: [reduce() for _ in range(_FEW)]) / _FEW,
-            coding_operation_s(Int8()),
+            _core_s(reduce_few) / _FEW,
+            coding.operation_s(),
             large.nbytes / median_s(lambda: collective.all_reduce(large, op="mean").wait(), 2)
             if self._is_one_host(places)
             else 0.0,

@@ -13,6 +13,7 @@ from paceline.cluster.description import Cluster, Communication, Compute, Hosts
 from paceline.codec import BF16, Codec, Int8, OneBit, PowerSGD, RandomK, TopK
 from paceline.codec.costs import Speed, coding_s, message_coding_s, num_operations, operation_s
 from paceline.planner import StepWork, predict
+from paceline.probing import coding
 from tests.conformance.test_virtual_costs import step_s
 from tests.conformance.virtual_cluster import run, tiny
 
@@ -56,6 +57,10 @@ def test_each_operation_counts_besides_bytes() -> None:
     encode_s, decode_s = message_coding_s(codec, speed, 4e9)
     assert encode_s > 4.005
     assert decode_s > 8.003
+
+
+def test_a_probe_times_an_operation() -> None:
+    assert 1e-7 < coding.operation_s() < 1e-3
 
 
 @pytest.mark.parametrize("codec", [Int8(), PowerSGD()], ids=lambda codec: codec.name)

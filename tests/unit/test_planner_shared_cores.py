@@ -1,4 +1,4 @@
-"""Plans where hosts share cores: workers take turns, beside draws that are added up one by one and the virtual engine."""
+"""Plans where hosts share cores: workers take turns, beside draws one by one and the virtual engine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def drawn_s(draw: Callable[[random.Random], float], *, every: int, rest_s: float
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(("every", "rest_s"), [(1, 0.0), (1, 0.02), (5, 0.0), (8, 0.02)])
 def test_workers_of_a_core_take_the_sum_of_their_draws(spread: str, every: int, rest_s: float) -> None:
-    """Not the slowest draw four times; and in rounds, where they rest at different times, hardly more than their own."""
+    """Not the slowest draw four times; and in rounds, where they rest at different times, hardly more than theirs."""
     compute, draw = SPREADS[spread]
     work, options = replace(SMALL, overhead_s=rest_s), {"every": every}
     found = predict(cluster_of(**compute), strategy="local-sgd", workers=8, work=work, options=options)

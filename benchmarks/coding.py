@@ -2,6 +2,7 @@
 between processes or hosts, beside torch's own hooks of DistributedDataParallel, in turns.
 
     python benchmarks/coding.py speed      # seconds for a GB of float32, what `seconds_per_gbyte` says
+    python benchmarks/coding.py small      # ms that coding takes of a core in an average of 0.7 MB in 62 tensors
     python benchmarks/coding.py hooks      # milliseconds of an average of 33 MB of gradients, between two processes
     sudo python benchmarks/coding.py hooks --workers 8 --mbit 1000     # between hosts: network namespaces (Linux)
     python benchmarks/coding.py figure     # docs/figures/codecs.svg: predicted steps against bandwidth
@@ -34,10 +35,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from paceline.buckets import Bucket
 from paceline.cluster.description import Cluster, Compute, Hosts
 from paceline.codec import FP16, Codec, Int8, JointCodec, PowerSGD, TensorCodec
+from paceline.codec.costs import alone, coding_s, num_operations
 from paceline.comm.process_group.collective import connect_gloo
 from paceline.layout import Layout, TensorSpec, in_buckets
 from paceline.memory import keep_freed_memory
 from paceline.models import registry
+from paceline.models.resnet18 import resnet18
 from paceline.pieces import named
 from paceline.planner import StepWork, predict
 from paceline.strategies.coding import Coding
@@ -46,6 +49,7 @@ from paceline.strategies.exchange import Exchange
 NUM_ELEMENTS = 1 << 20
 SHAPES = [(1024, 1024)] * 8
 NUM_ROUNDS = 24
+SMALL_WORKERS = 8
 GBIT_PER_S = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0)
 STEP_S = 0.3
 PORT, TIMEOUT_S = 29_500, 3600.0
@@ -54,7 +58,7 @@ FIGURE = Path(__file__).parents[1] / "docs/figures/codecs.svg"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "hooks", "figure"])
+    parser.add_argument("what", choices=["speed", "small", "hooks", "figure"])
     parser.add_argument("--workers", type=int, default=2, help="processes that hooks are compared in")
     parser.add_argument("--mbit", type=float, help="of links between hosts, a worker each")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help="that hooks are compared in")
@@ -63,6 +67,8 @@ def main() -> None:
     what = args.what
     if what == "speed":
         speed()
+    elif what == "small":
+        small()
     elif what == "figure":
         FIGURE.write_text(figure())
     elif args.rank is not None:
@@ -111,6 +117,23 @@ def speed() -> None:
         size = codec.num_bytes(tuple(tensor.shape)) / tensor.numel()
         gbyte = tensor.nbytes / 1e9
         print(f"{name:<12}{size:>18.3f}{encode_s / gbyte:>14.2f}{decode_s / gbyte:>14.2f}")
+
+
+def small() -> None:
+    """What a worker of eight codes of the gradients of ResNet-18 of width 8, without any message."""
+    torch.set_num_threads(1)
+    shapes = [tuple(parameter.shape) for parameter in resnet18(width=8).parameters()]
+    count = sum(math.prod(shape) for shape in shapes)
+    print(f"{'codec':<12}{'operations':>12}{'ms by bytes':>14}{'ms measured':>14}{'us more, each':>16}")
+    for name, kind in sorted(named(Codec).items()):  # type: ignore[type-abstract]
+        codec = PowerSGD(rank=4) if kind is PowerSGD else kind()
+        if codec.adapts:
+            continue
+        operations, bytes_s = num_operations(codec, shapes, SMALL_WORKERS), coding_s(codec, count, SMALL_WORKERS)
+        exchange = alone(codec, shapes if codec.shaped else [(count,)], SMALL_WORKERS)
+        taken_s = timed(exchange)
+        each_s = (taken_s - bytes_s) / operations
+        print(f"{name:<12}{operations:>12.0f}{bytes_s * 1e3:>14.2f}{taken_s * 1e3:>14.2f}{each_s * 1e6:>16.1f}")
 
 
 def timed(call: Callable[[], object]) -> float:

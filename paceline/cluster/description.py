@@ -203,6 +203,21 @@ class Communication:
     """What exchanges cost besides what passes the links: `[communication]`. Nothing, unless it says so."""
 
     operation_us: float = setting("a worker is at a collective operation, besides its messages", 0.0, least=0)
+    hop_us: float = setting(
+        "that a tensor takes at least from one host to the next in an all-reduce, however small it is; counts where "
+        "hosts share no cores",
+        0.0,
+        least=0,
+    )
+    hop_core_us: float = setting(
+        "of a core's time that it takes there, at both ends together; counts where hosts share cores, which are kept "
+        "awake",
+        0.0,
+        least=0,
+    )
+    coding_us: float = setting(
+        "of a core's time that each operation of a codec takes on a host of speed 1, besides its bytes", 0.0, least=0
+    )
     message_us: float = setting("a worker is at sending another one a message", 0.0, least=0)
     request_us: float = setting("a worker is at asking its servers and taking what they answer", 0.0, least=0)
     message_core_us: float = setting(
@@ -252,6 +267,10 @@ class Communication:
     def __post_init__(self) -> None:
         if self.loss >= 1:
             raise UsageError(f"loss is a part of the messages, below 1, not {self.loss}")
+
+    @property
+    def coding_s(self) -> float:
+        return self.coding_us * 1e-6
 
     @property
     def request_s(self) -> float:

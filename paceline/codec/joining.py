@@ -300,28 +300,6 @@ def form_of(codec: TensorCodec, shape: Shape) -> Form:
     return Form.of(codec.encode(torch.zeros(shape), seed=0))
 
 
-def coding_s(
-    codec: Codec, num_elements: int, size: int, *, seconds_per_gbyte: tuple[float, float] | None = None
-) -> float:
-    """How long one worker encodes and decodes in one exchange.
-
-    Args:
-        size: of the group.
-        seconds_per_gbyte: to encode and to decode float32 tensors here; none: as the codec says.
-    """
-    encode_s, decode_s = seconds_per_gbyte or codec.seconds_per_gbyte
-    both_s = encode_s + decode_s * codec.feedback  # what is left out is found by decoding
-    if codec.joint:
-        passes_s = encode_s + decode_s
-    elif codec.linear:
-        passes_s = both_s + decode_s
-    elif codec.sparse:
-        passes_s = both_s + size * decode_s
-    else:  # one's own tensor, everyone's of one's part, the mean of the part, and everyone's means
-        passes_s = both_s + decode_s + both_s / size + decode_s
-    return passes_s * 4 * num_elements / 1e9
-
-
 def sent_bytes(codec: Codec, shapes: Sequence[Shape], size: int) -> float:
     """What one worker of a group sends in one exchange of float32 tensors of these shapes."""
     if not codec.shaped:

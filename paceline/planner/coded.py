@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from paceline.codec import Auto, Codec, Shape, TensorCodec, chosen
-from paceline.codec.joining import coding_s
+from paceline.codec.costs import Speed, coding_s
 from paceline.layout import NUM_FLAGS
-from paceline.planner import filling
+from paceline.planner import costs, filling
 from paceline.planner.demand import StepWork
 from paceline.planner.fabric import Loads
-from paceline.planner.setting import RingReduction, Setting
+from paceline.planner.setting import Setting
 from paceline.strategies.traits import AllReduced, Neighbouring
 
 _LITTLE = 0.01  # of a tensor, in squares: far less than the noise in a gradient
@@ -74,18 +74,20 @@ def coded_mean(
     total = payload_bytes(codec, work)
     num_elements = work.parameter_bytes // 4
     speed = min(setting.cluster.each_host()[host].speed for host in hosts.tolist())
-    time_s = coding_s(codec, num_elements, size) / speed
+    each = Speed.said(codec, operation_s=setting.cluster.communication.coding_s)
+    time_s = setting.queued_s(coding_s(codec, num_elements, size, speed=each, shapes=shapes_of(work)) / speed)
     loads = fabric.nothing
     if size > 1 and (codec.joint or codec.linear):
-        ring = RingReduction(fabric, hosts, np.zeros_like(hosts), setting.message_s)
+        ring = setting.ring_among(hosts, np.zeros_like(hosts))
         rounds = 2 if codec.joint else 1
-        time_s += rounds * sum(ring.parts_s(total / rounds))
+        time_s += rounds * (sum(ring.parts_s(total / rounds)) + setting.operation_s)
         loads = loads + ring.loads(total)
     elif size > 1:
-        each, rounds = (total, 1) if codec.sparse else (total / size, 2)
-        among = fabric.everyone_to_everyone(hosts, hosts, each) + fabric.messages(hosts, hosts, -each)
-        latency_s = float(fabric.farthest_s(hosts, hosts).max()) + (size - 1) * setting.message_s
-        time_s += rounds * (fabric.busiest(among).busy_s + latency_s)
+        sent, rounds = (total, 1) if codec.sparse else (total / size, 2)
+        among = fabric.everyone_to_everyone(hosts, hosts, sent) + fabric.messages(hosts, hosts, -sent)
+        time_s += rounds * float(fabric.farthest_s(hosts, hosts).max())
+        each_s = fabric.busiest(among).busy_s / (size - 1)
+        time_s += rounds * costs.burst_s(size - 1, each_s=each_s, message_s=setting.message_s)
         loads = loads + among * rounds
     if scope == "links" and setting.ring.num_inner.any():  # the ranks of a host hand theirs to the first, and back
         inner = fabric.messages(leaders, leaders, setting.ring.num_inner.astype(np.float64) * 2 * work.parameter_bytes)

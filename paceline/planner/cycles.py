@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.planner import algorithms, costs, neighbours, stragglers
+from paceline.planner import algorithms, costs, neighbours
 from paceline.planner import filling as buckets
 from paceline.planner.coded import CodedMean, coded_exchange, coded_mean, settled
 from paceline.planner.draws import Draws
@@ -91,7 +91,7 @@ def _with_what_is_besides(cycle: Cycle, traffic: AllReduced, setting: Setting) -
 
 def _of_all_reduced(traffic: AllReduced, setting: Setting) -> Cycle:
     traffic = settled(traffic, setting, lambda each: _of_all_reduced(each, setting).end_s)
-    step_s = stragglers.expected_s(setting.groups, num_steps=traffic.every)
+    step_s = setting.slowest_s(traffic.every)
     slowest_s, before_s = traffic.every * step_s, (traffic.every - 1) * step_s
     if setting.num_workers == 1:
         return Cycle(slowest_s=slowest_s, end_s=slowest_s, loads=setting.fabric.nothing, num_steps=traffic.every)
@@ -132,9 +132,7 @@ def _of_fragments(traffic: AllReduced, setting: Setting) -> Cycle:
     traffic = settled(traffic, setting, lambda each: _of_fragments(each, setting).end_s)
     fragments = buckets.of_fragments(traffic, setting)
     spacing = traffic.every / traffic.fragments
-    most_s, steady_s = (
-        traffic.every * stragglers.expected_s(setting.groups, num_steps=num_steps) for num_steps in (spacing, math.inf)
-    )
+    most_s, steady_s = (traffic.every * setting.slowest_s(num_steps) for num_steps in (spacing, math.inf))
     late = spacing * (most_s / steady_s - 1)
     lasts_s = steady_s + (most_s - steady_s) * (late / (late + traffic.delay) if traffic.delay else 1.0)
     if setting.num_workers == 1:
@@ -175,14 +173,14 @@ def _of_neighbours(traffic: Neighbouring, setting: Setting) -> Cycle:
 
     def computed_s(hops: int) -> float:
         waited_for = neighbours.waited_for(traffic.topology, setting.groups, hops=hops)
-        return traffic.every * stragglers.expected_s(waited_for, num_steps=traffic.every)
+        return traffic.every * setting.slowest_s(traffic.every, among=waited_for)
 
     slowest_s = computed_s(hops=2)
     if traffic.behind_computing:
         cycle = _behind_computing(traffic, setting, slowest_s, exchange_s, loads)
         low_s, high_s = cycle.bounds_s or (cycle.end_s, cycle.end_s)
         return replace(cycle, end_s=cycle.end_s + coding_s, bounds_s=(low_s + coding_s, high_s + coding_s))
-    all_s = traffic.every * stragglers.expected_s(setting.groups, num_steps=traffic.every)
+    all_s = traffic.every * setting.slowest_s(traffic.every)
     return Cycle(
         slowest_s=slowest_s,
         end_s=slowest_s + coding_s + exchange_s,
@@ -200,7 +198,7 @@ def _behind_computing(
     That is within 4 % of the simulator for log-normal times, and within 12 % for exponential ones.
     """
     computing_s = _window_s(setting, slowest_s, 1, traffic.every)
-    left_s = max(0.0, exchange_s - setting.mean_s - setting.work.overhead_s)
+    left_s = max(0.0, exchange_s - min(setting.mean_s, setting.steady_s) - setting.work.overhead_s)
     return Cycle(
         slowest_s=computing_s,
         end_s=computing_s + left_s,
@@ -290,9 +288,7 @@ def _of_asynchronous(traffic: Served, setting: Setting) -> Cycle:
     assert staleness is not None
     exchange = server_exchange(setting, num_gradients=1, coding=traffic)
     free_s = _asynchronous_cycle_s(setting, exchange, every)
-    mean_s, slowest_s = (
-        every * step_s for step_s in (setting.mean_s, stragglers.expected_s(setting.groups, num_steps=every))
-    )
+    mean_s, slowest_s = every * setting.mean_s, every * setting.slowest_s(every)
     # Workers that begin together and always compute as long stay together, and wait for links with all others.
     together_s = mean_s + exchange.ask_s + exchange.rows.together_s + exchange.push_s + exchange.after_push_s
     together_s += float(exchange.latency_s.max())
@@ -347,7 +343,7 @@ def _window_s(setting: Setting, slowest_s: float, staleness: float, every: int) 
     2 s + 1 clocks, whose pushes back are in proportion to its variance. It is within a tenth of a step of the simulator
     for log-normal times, and above it for exponential ones. A host that is always slower is not made up for.
     """
-    mean_s = every * max(group.times.expected_s for group in setting.groups)
+    mean_s = every * setting.steady_s
     wait = max(0.0, slowest_s / mean_s - 1)
     part = min(wait / (staleness + 1), wait**2 / (2 * staleness + 1)) if staleness else wait
     return mean_s * (1 + part)
@@ -356,9 +352,7 @@ def _window_s(setting: Setting, slowest_s: float, staleness: float, every: int) 
 def _of_synchronous(traffic: Served, setting: Setting) -> Cycle:
     counted = setting.num_workers - traffic.backup_workers
     exchange = server_exchange(setting, num_gradients=counted, coding=traffic)
-    slowest_s = traffic.every * stragglers.expected_s(
-        setting.groups, left_out=traffic.backup_workers, num_steps=traffic.every
-    )
+    slowest_s = traffic.every * setting.slowest_s(traffic.every, left_out=traffic.backup_workers)
     end_s = slowest_s + exchange.ask_s + _after_slowest_s(setting, exchange, counted, traffic.every)
     end_s += exchange.rows.in_turns_s + float(exchange.latency_s.max())
     return Cycle(
@@ -377,13 +371,7 @@ def _after_slowest_s(setting: Setting, exchange: ServerExchange, counted: int, e
     Who is answered first computes first, and so is less in the others' way when it pushes.
     """
     num_workers = setting.num_workers
-    num_draws = 1 if setting.is_constant else max(1, _NUM_DRAWS // num_workers)
-    chances = np.random.default_rng(0).random((every, num_draws, num_workers))  # the same whatever is compared
-    computing_s = np.empty_like(chances)
-    for number, group in enumerate(setting.groups):
-        ranks = setting.ranks_of(number)
-        computing_s[..., ranks] = group.times.at(chances[..., ranks])
-    computing_s = computing_s.sum(axis=0)
+    computing_s = setting.drawn_s(every, 1 if setting.is_constant else max(1, _NUM_DRAWS // num_workers))
     ahead_s = exchange.turn_s * np.arange(num_workers - 1, -1, -1)
     starts_s = np.sort(computing_s - ahead_s, axis=1)[:, :counted]
     last_s = np.sort(computing_s, axis=1)[:, counted - 1]

@@ -7,6 +7,7 @@ from typing import final
 
 import numpy as np
 
+from paceline.codec.costs import Speed, message_coding_s
 from paceline.errors import UsageError
 from paceline.planner.coded import payload_bytes
 from paceline.planner.fabric import Floats, Loads, Numbers
@@ -70,10 +71,12 @@ def coding_s(traffic: Neighbouring, setting: Setting) -> float:
     """What a worker codes in an exchange: its own message, to and fro, and its neighbours'."""
     if traffic.codec is None or not is_coded(traffic, setting):
         return 0.0
-    size, (encode_s, decode_s) = setting.num_workers, traffic.codec.seconds_per_gbyte
+    size, num_bytes = setting.num_workers, setting.work.parameter_bytes
+    speed = Speed.said(traffic.codec, operation_s=setting.cluster.communication.coding_s)
+    encode_s, decode_s = message_coding_s(traffic.codec, speed, num_bytes)
     most = max(len(traffic.topology.neighbours(0, rank, size).receives_from) for rank in range(size))
-    speed = min(setting.cluster.each_host()[host].speed for host in set(setting.places.workers))
-    return (encode_s + (1 + most) * decode_s) * setting.work.parameter_bytes / 1e9 / speed
+    slowest = min(setting.cluster.each_host()[host].speed for host in set(setting.places.workers))
+    return setting.queued_s((encode_s + (1 + most) * decode_s) / slowest)
 
 
 def waited_for(topology: Topology, groups: Sequence[Group], *, hops: int) -> list[Group]:

@@ -1,6 +1,8 @@
 """Who is where, on which links, and how long each computes: what every prediction for some workers starts from."""
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import final
@@ -12,11 +14,14 @@ from paceline.cluster.placement import Places, place
 from paceline.engines.virtual.computing.durations import StepCost
 from paceline.engines.virtual.network.wiring import MEMORY_LATENCY_S
 from paceline.errors import UsageError
-from paceline.planner import costs
+from paceline.planner import core_turns, costs, stragglers
 from paceline.planner.demand import StepWork
 from paceline.planner.fabric import Busiest, Fabric, Floats, Loads, Numbers, fabric_of
 from paceline.planner.stragglers import Group, StepTimes
 from paceline.planner.trees import Trees
+
+_MOST_TURNS = 64  # steps that are drawn where workers take turns at cores; further ones count in proportion
+_NUM_DRAWS, _LEAST_DRAWS = 16384, 64  # of computing times then, of all workers and steps together; and tries
 
 
 @final
@@ -30,6 +35,8 @@ class RingReduction:
     num_inner: Numbers
     """Further workers of each of these hosts."""
     message_s: float = 0.0
+    least_s: float = 0.0
+    """That a round takes, however small the tensor."""
 
     @cached_property
     def hop_bytes_per_s(self) -> float:
@@ -49,6 +56,7 @@ class RingReduction:
         memory_s = float((self.num_inner * num_bytes / self.fabric.rates.memory[self.leaders]).max())
         hand_over_s = 2 * MEMORY_LATENCY_S * bool(self.num_inner.any())
         busy_s = max(ring_s, 2 * memory_s)
+        latency_s = max(latency_s, 2 * (len(self.leaders) - 1) * self.least_s - ring_s)
         return busy_s, ring_s + 2 * memory_s - busy_s + latency_s + hand_over_s
 
     def loads(self, num_bytes: float) -> Loads:
@@ -109,7 +117,15 @@ class Setting:
             for host, home in zip(places.workers, homes, strict=True)
         ]
         counts = Counter(kinds)
-        groups = [Group(StepTimes(compute, mean_s(*kind)), count) for kind, count in counts.items()]
+        takes_turns = cluster.shared_cores is not None
+        groups = [
+            Group(
+                StepTimes(compute, mean_s(*kind)),
+                count,
+                kind[1] if takes_turns and not hosts[kind[0]].devices else 1,
+            )
+            for kind, count in counts.items()
+        ]
         numbers = {kind: number for number, kind in enumerate(counts)}
         alone = StepTimes(compute, mean_s(places.workers[0], 1))
         group_of = tuple(numbers[kind] for kind in kinds)
@@ -127,6 +143,67 @@ class Setting:
     def is_constant(self) -> bool:
         return not any(group.times.variance_s2 for group in self.groups)
 
+    @cached_property
+    def cores(self) -> Numbers:
+        """Each worker's; of those on devices, one each."""
+        groups, places = [self.groups[number] for number in self.group_of], self.places.workers
+        return np.array(
+            [
+                self.cluster.core_of(host) if group.num_sharing > 1 else self.cluster.num_hosts + rank
+                for rank, (host, group) in enumerate(zip(places, groups, strict=True))
+            ]
+        )
+
+    @cached_property
+    def takes_turns(self) -> bool:
+        """Whether workers wait for others to compute on their core."""
+        return any(group.num_sharing > 1 for group in self.groups)
+
+    def drawn_s(self, num_steps: int, num_draws: int) -> Floats:
+        """Typical draws of how long each worker computes so many steps, shape (draws, workers). Where they take turns
+        at cores they begin together, and it is the time until they are done, but for what a step takes besides."""
+        chances = np.random.default_rng(0).random((num_steps, num_draws, self.num_workers))  # the same for all compared
+        needed_s = np.empty_like(chances)
+        for number, group in enumerate(self.groups):
+            ranks = self.ranks_of(number)
+            needed_s[..., ranks] = group.times.at(chances[..., ranks]) / group.num_sharing
+        if not self.takes_turns:
+            computed_s: Floats = needed_s.sum(axis=0)
+            return computed_s
+        rest_s = self.work.overhead_s
+        return core_turns.ends_s(needed_s, self.cores, rest_s=rest_s) - (num_steps - 1) * rest_s
+
+    def slowest_s(self, num_steps: float = 1, *, left_out: int = 0, among: Sequence[Group] = ()) -> float:
+        """The mean time of a step of the slowest worker but `left_out`, which all take so many before any waits.
+
+        Args:
+            among: whom; none: all.
+        """
+        if not self.takes_turns:
+            return stragglers.expected_s(among or self.groups, left_out=left_out, num_steps=num_steps)
+        drawn = min(math.ceil(num_steps), _MOST_TURNS) if math.isfinite(num_steps) else _MOST_TURNS
+        computed_s = self._turns_s(drawn)[:, : sum(group.count for group in among) or None]
+        slowest_s = float(np.sort(computed_s, axis=1)[:, -1 - left_out].mean()) / drawn
+        steady_s = float(computed_s.mean()) / drawn
+        return steady_s + (slowest_s - steady_s) * math.sqrt(min(1.0, drawn / num_steps))
+
+    def queued_s(self, each_s: float) -> float:
+        """What follows an exchange and needs each worker's core so long, until the last one is through. Where they take
+        turns, they then come to the next step's computing one after another, and wait the less for each other."""
+        most = max(group.num_sharing for group in self.groups)
+        mean_s = max(group.times.expected_s / group.num_sharing for group in self.groups)
+        return each_s + (most - 1) * max(0.0, each_s - mean_s)
+
+    @cached_property
+    def steady_s(self) -> float:
+        """The mean time of a step of workers that never wait, where all are as slow as the slowest kind."""
+        return self.slowest_s(math.inf) if self.takes_turns else max(group.times.expected_s for group in self.groups)
+
+    def _turns_s(self, num_steps: int) -> Floats:
+        """As `drawn_s`, with as many draws as a mean needs."""
+        num_draws = 1 if self.is_constant else max(_LEAST_DRAWS, _NUM_DRAWS // (num_steps * self.num_workers))
+        return self.drawn_s(num_steps, num_draws)
+
     def ranks_of(self, group: int) -> Numbers:
         return np.flatnonzero(np.array(self.group_of) == group)
 
@@ -139,7 +216,15 @@ class Setting:
     def ring(self) -> RingReduction:
         ranks = self.places.ranks_by_host
         leaders = np.array([self.places.workers[host[0]] for host in ranks])
-        return RingReduction(self.fabric, leaders, np.array([len(host) - 1 for host in ranks]))
+        return self.ring_among(leaders, np.array([len(host) - 1 for host in ranks]))
+
+    def ring_among(self, leaders: Numbers, num_inner: Numbers) -> RingReduction:
+        """Where hosts share cores, a round waits for these to serve all that are on them."""
+        hops, least_us = self.cluster.communication, self.cluster.communication.hop_us
+        if self.cluster.shared_cores is not None:
+            most = max(Counter(map(self.cluster.core_of, leaders.tolist())).values())
+            least_us = most * hops.hop_core_us
+        return RingReduction(self.fabric, leaders, num_inner, least_s=least_us * 1e-6)
 
     @cached_property
     def ring_of_ranks(self) -> RingReduction:

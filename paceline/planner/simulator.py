@@ -123,8 +123,8 @@ def _lock_step(
     now_s, ends_s = np.zeros(setting.num_workers), []
     for number in range(num_exchanges):
         for _ in range(every - 1):
-            now_s = now_s + draws.all_s() + setting.work.overhead_s
-        now_s = exchange(number, now_s, draws.all_s()) + setting.work.overhead_s
+            now_s = now_s + draws.all_s(now_s) + setting.work.overhead_s
+        now_s = exchange(number, now_s, draws.all_s(now_s)) + setting.work.overhead_s
         ends_s.append(float(now_s.mean()))
     return ends_s
 
@@ -136,7 +136,7 @@ def _in_fragments(traffic: AllReduced, setting: Setting, draws: Draws, num_round
     fragments, operation_s = buckets.of_fragments(traffic, setting), algorithms.operation_s(traffic.algorithm, setting)
     now_s, over_s, ends_s = np.zeros(setting.num_workers), [np.zeros(setting.num_workers)] * len(fragments), []
     for step in range(1, num_rounds * traffic.every + 1):
-        now_s = now_s + draws.all_s() + setting.work.overhead_s
+        now_s = now_s + draws.all_s(now_s) + setting.work.overhead_s
         for fragment in schedule.leaving(step):
             now_s = now_s + operation_s
             if traffic.codec is None:

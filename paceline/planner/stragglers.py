@@ -126,7 +126,10 @@ class Group:
     """Workers whose hosts are alike."""
 
     times: StepTimes
+    """Where workers take turns at a core, as if all on it did nothing else and each took as long as this one."""
     count: int
+    num_sharing: int = 1
+    """Workers that take turns at a core of one."""
 
 
 def expected_s(groups: Sequence[Group], *, left_out: int = 0, num_steps: float = 1) -> float:

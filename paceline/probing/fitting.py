@@ -42,7 +42,7 @@ def fit(
     pairs = [pair for report in network for pair in report.pairs]
     is_one = len(hosts) == 1
     kinds = [_one_host(hosts[0], network, pairs)] if is_one else _each_host(hosts, steps, network, pairs)
-    latency_s = min(pair.latency_s for pair in pairs) if is_one else median(p.latency_s for p in pairs)
+    num_hops = 2 * (len(hosts) - 1)  # of a small all-reduce, one after the other
     return Cluster(
         about=about,
         hosts=tuple(_merged(kinds)),
@@ -53,7 +53,10 @@ def fit(
             row_request_us=_us(_row_request_s(pairs) / 2),
         ),
         communication=Communication(
-            operation_us=_us(_operation_s(network, latency_s, num_hosts=len(hosts))),
+            operation_us=_us(median(report.operation_s for report in network)) if is_one else 0.0,
+            hop_us=0.0 if is_one else _us(median(report.operation_s for report in network) / num_hops),
+            hop_core_us=0.0 if is_one else _us(median(report.operation_core_s for report in network) / num_hops),
+            coding_us=_us(median(report.coding_s for report in network)),
             message_us=_us(max(0.0, median(pair.message_s - pair.latency_s for pair in pairs))),
             request_us=_us(_request_s(pairs) / 2),
             message_core_us=_us(median(pair.message_core_s for pair in pairs)),
@@ -236,12 +239,6 @@ def _one_end(variation: float) -> float:
     """Of each of two ends that take as long as each other and vary by themselves, where this is that of both
     together."""
     return math.sqrt(2) * variation
-
-
-def _operation_s(network: Sequence[NetworkReport], latency_s: float, *, num_hosts: int) -> float:
-    """Seconds of a small all-reduce besides its ring's rounds; on one host, its two copies take no time."""
-    num_rounds = 2 * (num_hosts - 1)
-    return max(0.0, median(report.operation_s for report in network) - num_rounds * latency_s)
 
 
 def _unevenness(network: Sequence[NetworkReport]) -> float:

@@ -3,7 +3,7 @@
 import socket
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
@@ -19,6 +19,7 @@ from paceline.comm.wire import Caller, Keys
 from paceline.engines.ray.nodes import own_address
 from paceline.engines.world import current
 from paceline.messages import FRAME_BYTES, Kind, Message
+from paceline.probing import coding
 from paceline.probing.echo import EPOCH, PING_BYTES, Echo
 from paceline.probing.exchanging import ExchangeCost, Exchanges
 from paceline.probing.sharing import NUM_TRIES, answered, await_answer, connected, measure_unevenness, unevenness_of
@@ -79,6 +80,10 @@ class NetworkReport:
     """Pushed, or taken in as a server does, in one second of processor time."""
     operation_s: float
     """Seconds of a small all-reduce among all ranks."""
+    operation_core_s: float
+    """Processor time of this rank in one, of a few at a time; with caches that hold other things."""
+    coding_s: float
+    """Seconds of one of a codec's operations on a small tensor, besides its bytes."""
     shared_bytes_per_s: float
     """Rate of a large all-reduce among all ranks: its tensor's bytes over its seconds."""
     memory_bytes_per_s: float
@@ -153,12 +158,23 @@ class _Measurement:
         finally:
             echo.close()
         small, large = torch.zeros(1024), torch.zeros(_MEMORY_BYTES // 4)
+
+        def reduce() -> None:
+            collective.all_reduce(small, op="mean").wait()
+
+        def reduce_few() -> None:
+            for _ in range(_FEW):
+                reduce()
+
+        operation_s = mean_s(reduce, _NUM_PINGS)
         return NetworkReport(
             self._address,
             collective.rank,
             tuple(found),
             packing_bytes_per_s,
-            mean_s(lambda: collective.all_reduce(small, op="mean").wait(), _NUM_PINGS),
+            operation_s,
+            _core_s(reduce_few) / _FEW,
+            coding.operation_s(),
             large.nbytes / median_s(lambda: collective.all_reduce(large, op="mean").wait(), 2)
             if self._is_one_host(places)
             else 0.0,
@@ -205,11 +221,7 @@ class _Measurement:
         latency_s = _plain_latency_s(address, port)
         swap, swap_few = partial(self._swap, other), partial(self._swap_few, other)
         message_s = mean_s(swap, _NUM_PINGS)
-        emptier, began_s = CacheEmptier(), time.process_time()
-        for _ in range(_NUM_PINGS):
-            emptier()
-            swap_few()
-        message_core_s = (time.process_time() - began_s - emptier.processor_s) / _NUM_PINGS / _FEW
+        message_core_s = _core_s(swap_few) / _FEW
         num_pieces = int(self._stream(other, _FIRST_PIECES))
         bytes_per_s = self._stream(other, num_pieces)
         caller = Caller(self._keys, endpoint=endpoint, identity=f"worker-{collective.rank}")
@@ -291,6 +303,15 @@ def _ask(caller: Caller, count: int, piece: bytes) -> float:
         if number == 0:
             began_s = time.perf_counter()
     return (count - 1) * len(piece) / max(time.perf_counter() - began_s, 1e-9)
+
+
+def _core_s(action: Callable[[], object]) -> float:
+    """Processor time of this process, with caches that hold other things."""
+    emptier, began_s = CacheEmptier(), time.process_time()
+    for _ in range(_NUM_PINGS):
+        emptier()
+        action()
+    return (time.process_time() - began_s - emptier.processor_s) / _NUM_PINGS
 
 
 def _single_piece_s(caller: Caller) -> float:

@@ -8,13 +8,11 @@ from typing import final
 import torch
 
 from paceline.codec import Auto, Chosen, Codec, JointCodec, Shape, TensorCodec, chosen
-from paceline.codec.joining import coding_s, sent_bytes
+from paceline.codec.costs import Speed, coding_s, message_coding_s, operation_s
+from paceline.codec.joining import sent_bytes
 from paceline.strategies.base import Context
 from paceline.strategies.bucket_size import LARGE_BYTES, MIN_BYTES, measured
 from paceline.strategies.bucketing import allocated
-
-Speed = tuple[float, float]
-"""Seconds for a GB of float32, to encode and to decode."""
 
 _SAMPLE_ELEMENTS = 1 << 18
 _NUM_SAMPLES = 5
@@ -25,7 +23,7 @@ class Choosing:
     """Watches steps without a codec, until it can tell what each candidate would make of them.
 
     Args:
-        taken_s: what an exchange would take with a codec, which takes so many seconds for a GB to encode and decode.
+        taken_s: what an exchange would take with a codec that codes so fast.
         what: is watched: a step, or a round.
     """
 
@@ -55,9 +53,9 @@ class Choosing:
         return chosen(step_s, steps_s, what=self._what)
 
     def _speed(self, codec: Codec) -> Speed:
-        """Seconds for a GB, to encode and to decode, on this worker; as the codec says where time is simulated."""
+        """On this worker; as codec and cluster say where time is simulated."""
         if self._context.pacing.is_simulated:
-            return codec.seconds_per_gbyte
+            return Speed.said(codec, operation_s=self._context.pacing.operation_s)
         edge = int(_SAMPLE_ELEMENTS**0.5)
         sample = torch.randn(edge, edge, device=self._context.device, generator=torch.Generator(self._context.device))
         encode, decode = [], []
@@ -72,7 +70,8 @@ class Choosing:
                 codec.average([sample.clone()], kept, out=[sample], mean=lambda tensor: None)
                 encode.append(time.perf_counter() - began_s)
             decode.append(time.perf_counter() - began_s - encode[-1])
-        return min(encode) / sample.nbytes * 1e9, min(decode) / sample.nbytes * 1e9
+        gbytes = sample.nbytes / 1e9
+        return Speed(min(encode) / gbytes, min(decode) / gbytes, operation_s(codec, self._context.device))
 
     def _now(self) -> tuple[float, float]:
         return self._context.pacing.now_s(), self._context.collective.timing.communication_s
@@ -104,12 +103,12 @@ class LinkSpeed:
         count = sum(torch.Size(shape).numel() for shape in shapes)
         moved_s = sent_bytes(codec, shapes, size) / link_bytes_per_s
         latency_s = 2 * num_exchanges * self._found.latency_s
-        return coding_s(codec, count, size, seconds_per_gbyte=speed) + moved_s + latency_s
+        return coding_s(codec, count, size, speed=speed, shapes=shapes) + moved_s + latency_s
 
     def messages_s(self, codec: Codec, speed: Speed, *, shape: Shape, num_messages: int) -> float:
         """Time to move a tensor of this shape to and from so many neighbours, who share an estimate of it."""
         size = self._num_coding
         link_bytes_per_s = self._found.bytes_per_s * 2 * (size - 1) / size
-        encode_s, decode_s = (each * 4e-9 * torch.Size(shape).numel() for each in speed)
+        encode_s, decode_s = message_coding_s(codec, speed, 4 * torch.Size(shape).numel())
         moved_s = num_messages * codec.num_bytes(shape) / link_bytes_per_s
         return encode_s + (1 + num_messages) * decode_s + moved_s + self._found.latency_s

@@ -9,7 +9,8 @@ from paceline.aggregate import MEAN, Aggregator
 from paceline.arrays import is_finite
 from paceline.buckets import NONFINITE, Bucket
 from paceline.codec import Codec, TensorCodec
-from paceline.codec.joining import Keeping, Kept, Region, beginnings, coding_s, handed_on, join, join_all
+from paceline.codec.costs import Speed, coding_s
+from paceline.codec.joining import Keeping, Kept, Region, beginnings, handed_on, join, join_all
 from paceline.comm.algorithms import ALGORITHMS, AlgorithmWork
 from paceline.comm.base import Collective, Timing, Work
 from paceline.comm.works import WhenWaitedFor
@@ -265,7 +266,8 @@ class _Coded(Work):
             join_all(codec, peers, flat, kept, self._pending, regions=regions[codec])
             return
         join(codec, peers, flat, kept, self._pending, regions=regions[codec], path=path, seed=coding.seed)
-        pacing.spend(coding_s(codec, flat.numel(), group.size))
+        speed, shapes = Speed.said(codec, operation_s=pacing.operation_s), [region.shape for region in regions[codec]]
+        pacing.spend(coding_s(codec, flat.numel(), group.size, speed=speed, shapes=shapes))
         self._timing.communication_s += pacing.now_s() - began_s - (_exchanged_s(group) - before_s)
 
 

@@ -13,6 +13,8 @@ class Pacing(ABC):
 
     is_simulated = False
     """Time is simulated, and many workers share a process."""
+    operation_s = 0.0
+    """What each operation of coding takes a simulated host of speed 1, besides its bytes."""
 
     @abstractmethod
     def now_s(self) -> float:

@@ -19,7 +19,7 @@ from torch.optim import SGD
 
 from paceline.cluster.description import Cluster, Hosts, Servers
 from paceline.codec import PowerSGD
-from paceline.codec.joining import coding_s
+from paceline.codec.costs import coding_s
 from paceline.errors import UsageError
 from paceline.planner import StepWork, predict
 from paceline.running.result import Result

@@ -58,6 +58,8 @@ def reports(count: int, changes: dict[tuple[int, int], dict[str, float]] | None 
             pairs=tuple(pair(rank, other, **changes.get((rank, other), {})) for other in range(count) if other != rank),
             packing_bytes_per_s=5e8,
             operation_s=1e-3,
+            operation_core_s=6e-4,
+            coding_s=5e-6,
             shared_bytes_per_s=2e9,
             memory_bytes_per_s=8e9,
             row_bytes_per_s=3e9,
@@ -104,7 +106,10 @@ def test_alike_hosts_are_one_table_with_every_number_worked_by_hand() -> None:
     assert cluster.communication.row_request_us == cluster.servers.row_request_us == pytest.approx(400.0)
     assert cluster.communication.row_request_core_us == pytest.approx(700.0)
     assert cluster.communication.row_request_variation == pytest.approx(0.3 * 900 / 800 * math.sqrt(2), rel=1e-3)
-    assert cluster.communication.operation_us == pytest.approx(1000.0 - 4 * 50.0)  # a ring of three has four rounds
+    assert cluster.communication.operation_us == 0.0
+    assert cluster.communication.hop_us == pytest.approx(1000.0 / 4)  # a ring of three has four rounds
+    assert cluster.communication.hop_core_us == pytest.approx(600.0 / 4)
+    assert cluster.communication.coding_us == pytest.approx(5.0)
     assert cluster.communication.packing_gbyte_per_s == 0.5
     assert cluster.communication.exchange_gbyte_per_s == 0.4
     assert cluster.servers.placement == "with workers"
@@ -265,6 +270,9 @@ def test_every_table_is_written() -> None:
         servers=Servers(placement="with workers", request_us=3.0, row_request_us=4.0),
         communication=Communication(
             operation_us=1.0,
+            hop_us=2.0,
+            hop_core_us=3.0,
+            coding_us=4.0,
             packing_gbyte_per_s=0.5,
             exchange_gbyte_per_s=0.4,
             unevenness=0.3,

@@ -62,7 +62,10 @@ class Worlds:
         links = Wiring(cluster, [self._thread(host) for host in range(len(self._hosts))] if self._cores else ())
         network = partial(Network, timeline, unevenness=cluster.communication.unevenness, seed=job.config.seed)
         self._messages = network(links.between_workers)
-        self._timeline, self._operations = timeline, network(links)
+        # Cores that hosts share are kept awake: then a hop takes what it waits for them.
+        least_s = 0.0 if self._cores else cluster.communication.hop_us * _US
+        operations = partial(network, links.between_ranks, least_s=least_s)
+        self._timeline, self._operations = timeline, operations()
         self.host_of = dict(enumerate(self.places.workers))
         """Each rank's host; those who join are added."""
         self._costs: dict[int, StepCost] = {}
@@ -77,7 +80,7 @@ class Worlds:
             for ranks in (*hosts, leaders):
                 host_of = [self.places.workers[rank] for rank in ranks]
                 by_host = [[place] for place in range(len(ranks))] if ranks is leaders else [list(range(len(ranks)))]
-                meeting = Meeting(timeline, network(links), host_of=host_of, ranks_by_host=by_host)
+                meeting = Meeting(timeline, operations(), host_of=host_of, ranks_by_host=by_host)
                 self._groups.append((ranks, meeting))
         self._server_network = network(links.between_workers_and_servers)
         self.servers = [
@@ -249,6 +252,7 @@ class Worlds:
             compute=cluster.compute,
             before_step=before_step,
             send=lambda num_bytes, arrive: self._messages.send(number, server(), num_bytes, arrive),
+            operation_s=cluster.communication.coding_s,
         )
 
     def _collective(self, rank: int, process: Process) -> Collective:

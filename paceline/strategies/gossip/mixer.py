@@ -56,8 +56,12 @@ class Mixer(ABC):
             if name in state:
                 tensor.copy_(state[name])
 
-    def coding_s(self, step: int) -> tuple[float, float]:
-        """What a host of speed 1 takes to encode what is sent, and to decode what came."""
+    def coding_s(self, step: int, *, operation_s: float) -> tuple[float, float]:
+        """What a host of speed 1 takes to encode what is sent, and to decode what came.
+
+        Args:
+            operation_s: of each operation, besides its bytes.
+        """
         return 0.0, 0.0
 
     @final

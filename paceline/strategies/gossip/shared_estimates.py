@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.codec import Payload, SharedEstimate, TensorCodec, as_bytes
+from paceline.codec.costs import Speed, message_coding_s
 from paceline.codec.joining import Region, form_of
 from paceline.layout import Segment
 from paceline.seeding import derive
@@ -62,7 +63,7 @@ class SharedEstimates(Mixer):
         ]
         self._forms = [form_of(codec, region.shape) for _, region in self._regions]
         self._estimate, self._heard, self._next = own.alike(), own.alike(), own.alike()
-        self._gbytes = 4e-9 * sum(region.num_elements for _, region in self._regions)
+        self._num_bytes = 4 * sum(region.num_elements for _, region in self._regions)
         num_bytes = sum(form.num_bytes for form in self._forms)
         self._sent = CodedMessage(own.buffer.new_empty(num_bytes))
         self._came = {
@@ -102,8 +103,9 @@ class SharedEstimates(Mixer):
     def state(self) -> dict[str, Tensor]:
         return {"estimate": self._estimate.buffer, "heard": self._heard.buffer}
 
-    def coding_s(self, step: int) -> tuple[float, float]:
-        encode_s, decode_s = (each * self._gbytes for each in self._codec.seconds_per_gbyte)
+    def coding_s(self, step: int, *, operation_s: float) -> tuple[float, float]:
+        speed = Speed.said(self._codec, operation_s=operation_s)
+        encode_s, decode_s = message_coding_s(self._codec, speed, self._num_bytes)
         return encode_s + decode_s, len(self._came) * decode_s
 
     def _draw(self, step: int, sender: int, number: int) -> int:

@@ -258,7 +258,7 @@ class GossipSynchronizer(Synchronizer):
         return self._links.wait()
 
     def _mix(self, lost: set[int]) -> None:
-        with self._counted(self._mixer.coding_s(self._exchanges)[1]):
+        with self._counted(self._coding_s()[1]):
             self._mixer.mix(self._exchanges, lost)
 
     def _start_early(self) -> None:
@@ -286,9 +286,12 @@ class GossipSynchronizer(Synchronizer):
             self._is_apart = True
 
     def _start(self) -> None:
-        with self._counted(self._mixer.coding_s(self._exchanges)[0]):
+        with self._counted(self._coding_s()[0]):
             outgoing = self._mixer.outgoing(self._exchanges)
         self._links.start(outgoing, self._mixer.incoming(self._exchanges))
+
+    def _coding_s(self) -> tuple[float, float]:
+        return self._mixer.coding_s(self._exchanges, operation_s=self.context.pacing.operation_s)
 
     @contextmanager
     def _counted(self, coding_s: float) -> Iterator[None]:

@@ -35,8 +35,10 @@ class Pace(Pacing):
         compute: Compute,
         before_step: Callable[[], None],
         send: Callable[[float, Callable[[], object]], None],
+        operation_s: float = 0.0,
     ) -> None:
         self._process, self._cost, self._send = process, cost, send
+        self.operation_s = operation_s
         self._model_pace = partial(_ModelPace, process, times, cost, compute=compute, before_step=before_step)
         self._shares_of = compute.shares_of
 

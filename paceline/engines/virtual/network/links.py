@@ -113,6 +113,7 @@ class Network:
         unevenness: the standard deviation of the logarithm of connections' windows. With 0 senders serve hosts in turns
             instead, so all connections get as much.
         seed: what windows are drawn from.
+        least_s: that a message takes at least from one host to another.
     """
 
     def __init__(
@@ -123,7 +124,9 @@ class Network:
         chunk_bytes: float = CHUNK_BYTES,
         unevenness: float = 0.0,
         seed: int = 0,
+        least_s: float = 0.0,
     ) -> None:
+        self._least_s = least_s
         self._timeline, self._paths, self._chunk_bytes = timeline, paths, chunk_bytes
         self._unevenness, self._seed = unevenness, seed
         self._connections: dict[tuple[int, int, bool], _Connection] = {}
@@ -142,6 +145,8 @@ class Network:
         Messages from one host to another arrive in the order in which they were sent, and so do answers.
         """
         path = self._paths(source, destination)
+        if self._least_s and source != destination:
+            action, arguments = self._no_sooner, (self._timeline.now_s + self._least_s, action, *arguments)
         message = _Message(path, num_bytes, action, arguments)
         if self._unevenness > 0 and source != destination:
             self._send_unevenly(message, (source, destination, is_answer))
@@ -163,6 +168,13 @@ class Network:
             self._serve(port)
         elif is_idle:
             self._timeline.at(port.free_s - port.burst_s, self._serve, port)
+
+    def _no_sooner(self, least_s: float, action: Callable[..., object], *arguments: Any) -> None:
+        """Call this no sooner than at such a time."""
+        if self._timeline.now_s < least_s:
+            self._timeline.at(least_s, action, *arguments)
+        else:
+            action(*arguments)
 
     def _serve(self, port: Link) -> None:
         """The sender's link is free: pass a chunk of the flow whose turn it is."""

@@ -52,6 +52,7 @@ class Wiring:
         self._packing = [Handling(thread, costs.shared_core_bytes_per_s) for thread in handlers]
         # The sender's half of the work is among what its worker does.
         self._messages = [Handling(thread, math.inf, costs.message_core_us * 1e-6 / 2) for thread in handlers]
+        self._hops = [Handling(thread, math.inf, costs.hop_core_us * 1e-6) for thread in handlers if costs.hop_core_us]
 
     def between_workers_and_servers(self, source: int, destination: int) -> Path:
         """The way between a worker's host and a server's, through cores that pack and unpack."""
@@ -68,6 +69,13 @@ class Wiring:
         if source == destination or not self._messages:
             return path
         return (*path, self._messages[destination])
+
+    def between_ranks(self, source: int, destination: int) -> Path:
+        """The way of a message of a collective operation."""
+        path = self(source, destination)
+        if source == destination or not self._hops:
+            return path
+        return (*path, self._hops[destination])
 
     def __call__(self, source: int, destination: int) -> Path:
         """The links from one host to another, the sender's own first."""

@@ -288,7 +288,7 @@ class Channel:
         return [operation.request for operation in new]
 
     def _do(self, batch: Batch) -> None:
-        operations = [*map(self._asked.pop, batch.names, itertools.repeat(None))]
+        operations = self._take(batch.names)
         mine = [operation for operation in operations if operation is not None]
         error = batch.ready[0].error
         if error is not None:
@@ -307,6 +307,17 @@ class Channel:
             for operation in mine:
                 self._timeline.done(operation.request)
         self._end(mine)
+
+    def _take(self, names: Sequence[str]) -> list[Operation | None]:
+        """This rank's own operations of those that are due; none where zeros stand for it, as it has joined."""
+        if not self._has_joined:
+            return [*map(self._asked.pop, names, itertools.repeat(None))]
+        # Another of its threads may have asked by now. Who has not been told of that does without it this time.
+        return [self._asked.pop(name, None) if self._is_told(name) else None for name in names]
+
+    def _is_told(self, name: str) -> bool:
+        operation = self._asked.get(name)
+        return operation is not None and operation.told_s < math.inf
 
     def _end(self, operations: Sequence[Operation]) -> None:
         with self._lock:

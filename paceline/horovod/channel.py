@@ -267,7 +267,8 @@ class Channel:
             due = self._negotiator.hear(everyone)
             if self._negotiator.is_leaving:
                 gone = ", ".join(str(self.ranks[rank]) for rank in sorted(self._negotiator.is_leaving))
-                raise HorovodInternalError(f"rank {gone} has shut Horovod down")
+                waiting = "".join(f", and {name!r} waits here for all ranks" for name in [*self._asked][:1])
+                raise HorovodInternalError(f"rank {gone} has shut Horovod down{waiting}")
             for batch in self._executor.batches(due):
                 self._do(batch)
             last = self._negotiator.last_joined()
@@ -378,7 +379,7 @@ class Channel:
             warnings.warn(
                 f"operations wait: {self._who_is_missing(late, now_s)}. Do all ranks issue the same operations? "
                 "(HOROVOD_STALL_CHECK_TIME_SECONDS, HOROVOD_STALL_CHECK_DISABLE)",
-                stacklevel=4,
+                stacklevel=1,  # whoever looks: the script's own line is not always above
             )
 
     def _who_is_missing(self, late: Sequence[Operation], now_s: float) -> str:

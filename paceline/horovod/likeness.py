@@ -21,11 +21,9 @@ class Likeness:
         about: what else must be equal.
         """
         self._about, self._count = about, len(tensors)
-        self._guards = TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=[[*each.shape] for each in tensors],
-            dynamic_dims_strides=[[*each.stride()] for each in tensors],
-        )
+        shapes: list[Any] = [[*each.shape] for each in tensors]
+        strides: list[Any] = [[*each.stride()] for each in tensors]
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
     def is_of(self, tensors: Sequence[Tensor], about: Any) -> bool:
         """Whether these look so, too. False also where torch tells apart what is alike: a tensor that is there twice,

@@ -267,7 +267,8 @@ class Channel:
             due = self._negotiator.hear(everyone)
             if self._negotiator.is_leaving:
                 gone = ", ".join(str(self.ranks[rank]) for rank in sorted(self._negotiator.is_leaving))
-                raise HorovodInternalError(f"rank {gone} has shut Horovod down")
+                waiting = "".join(f", and {name!r} waits here for all ranks" for name in [*self._asked][:1])
+                raise HorovodInternalError(f"rank {gone} has shut Horovod down{waiting}")
             for batch in self._executor.batches(due):
                 self._do(batch)
             last = self._negotiator.last_joined()
@@ -288,7 +289,7 @@ class Channel:
         return [operation.request for operation in new]
 
     def _do(self, batch: Batch) -> None:
-        operations = [*map(self._asked.pop, batch.names, itertools.repeat(None))]
+        operations = self._take(batch.names)
         mine = [operation for operation in operations if operation is not None]
         error = batch.ready[0].error
         if error is not None:
@@ -307,6 +308,17 @@ class Channel:
             for operation in mine:
                 self._timeline.done(operation.request)
         self._end(mine)
+
+    def _take(self, names: Sequence[str]) -> list[Operation | None]:
+        """This rank's own operations of those that are due; none where zeros stand for it, as it has joined."""
+        if not self._has_joined:
+            return [*map(self._asked.pop, names, itertools.repeat(None))]
+        # Another of its threads may have asked by now. Who has not been told of that does without it this time.
+        return [self._asked.pop(name, None) if self._is_told(name) else None for name in names]
+
+    def _is_told(self, name: str) -> bool:
+        operation = self._asked.get(name)
+        return operation is not None and operation.told_s < math.inf
 
     def _end(self, operations: Sequence[Operation]) -> None:
         with self._lock:
@@ -367,7 +379,7 @@ class Channel:
             warnings.warn(
                 f"operations wait: {self._who_is_missing(late, now_s)}. Do all ranks issue the same operations? "
                 "(HOROVOD_STALL_CHECK_TIME_SECONDS, HOROVOD_STALL_CHECK_DISABLE)",
-                stacklevel=4,
+                stacklevel=1,  # whoever looks: the script's own line is not always above
             )
 
     def _who_is_missing(self, late: Sequence[Operation], now_s: float) -> str:

@@ -132,6 +132,9 @@ def migrate(source: str) -> Migrated:
             Note(0, f"line {line} of the new script: {name} is left; see worker's operations in docs/script.md")
             for line, name in _left_of(migrated, facts.horovod)
         ]
+    if "worker.all_reduce(" in migrated:
+        text = "worker.all_reduce in the training loop takes lock step; average metrics in @worker.evaluation"
+        notes.append(Note(0, text))
     notes.append(Note(0, "add @worker.evaluation above a function of the model that returns metrics (docs/script.md)"))
     return Migrated(migrated, tuple(sorted(set(notes))))
 

@@ -2,10 +2,11 @@
 
 import atexit
 import contextlib
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from paceline.comm.base import Collective
 from paceline.comm.connecting import connect_some
@@ -29,6 +30,15 @@ GLOBAL = 0
 """The process set of all ranks."""
 
 
+class _Counters(NamedTuple):
+    """How many operations without a name there have been; replaced as a whole, as other threads may be counting."""
+
+    num_joins: int
+    """How often all ranks have joined."""
+    by_kind: dict[tuple[int, str], Iterator[int]]
+    """Since then, by process set and kind."""
+
+
 @final
 class Runtime:
     """What lives from `init` to `shutdown` on one rank."""
@@ -45,8 +55,7 @@ class Runtime:
         self._ranks: dict[int, tuple[int, ...]] = {}
         self._channels: dict[int, Channel] = {}
         self._num_sets = 0
-        self._counters: dict[tuple[int, str], int] = {}
-        self._num_joins = 0
+        self._counters = _Counters(0, {})
         collective = context.collective
         collective.require_equal("HOROVOD_FUSION_THRESHOLD", settings.fusion_bytes)
         collective.require_equal("HOROVOD_CACHE_CAPACITY", settings.num_remembered)
@@ -113,15 +122,17 @@ class Runtime:
         return process_set_id
 
     def count(self, process_set_id: int | None, kind: str) -> str:
-        """What to call an operation without a name: ranks that ask for the same in the same order call it the same."""
-        key = (process_set_id or GLOBAL, kind)
-        count = self._counters[key] = self._counters.get(key, 0) + 1
-        return f"{self._num_joins}.{count}" if self._num_joins else str(count)
+        """What to call an operation without a name: ranks that ask for the same in the same order call it the same.
+
+        Threads that ask at once get a name each.
+        """
+        num_joins, counters = self._counters
+        count = next(counters.setdefault((process_set_id or GLOBAL, kind), itertools.count(1)))
+        return f"{num_joins}.{count}" if num_joins else str(count)
 
     def recount(self) -> None:
         """All ranks have joined: what they have asked for may differ, and what they ask for next is the same again."""
-        self._num_joins += 1
-        self._counters.clear()
+        self._counters = _Counters(self._counters.num_joins + 1, {})
 
     def close(self) -> None:
         for process_set_id in sorted(self._channels, reverse=True):

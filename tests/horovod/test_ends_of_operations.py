@@ -118,6 +118,27 @@ def _stall(rank: int) -> str:
     return " ".join(str(each.message) for each in caught)
 
 
+def test_who_ends_without_having_asked_is_named_with_what_waits_for_it(tmp_path: Any) -> None:
+    with HorovodWorld(2, tmp_path) as pair:
+        said, _ = pair.run(_end_early)
+        assert said == "rank 1 has shut Horovod down, and 'allreduce.loss' waits here for all ranks"
+
+
+def _end_early(rank: int) -> str:
+    import paceline.horovod.torch as hvd
+
+    hvd.init()
+    hvd.barrier()
+    if rank:
+        hvd.shutdown()
+        return ""
+    try:
+        hvd.allreduce(torch.ones(2), name="loss")
+    except hvd.HorovodInternalError as error:
+        return str(error)
+    return "nothing"
+
+
 def test_a_stall_ends_everything_where_that_is_asked_for(tmp_path: Any) -> None:
     with HorovodWorld(2, tmp_path) as pair:
         for said in pair.run(_stall_for_ever):

@@ -106,7 +106,8 @@ def test_three_lines_take_the_place_of_horovod_s() -> None:
     found = migrate(LEGACY)
     # A comment at the head of an unwrapped block goes with the block's line.
     assert found.source == MIGRATED
-    assert [note.line for note in found.notes] == [0, 11]
+    assert [note.line for note in found.notes] == [0, 0, 11]
+    assert "worker.all_reduce in the training loop takes lock step" in found.notes[1].text
 
 
 def test_the_command_prints_the_diff_and_changes_nothing(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import paceline.horovod.torch as hvd
-from paceline.horovod.runtime import GLOBAL, runtime
+from paceline.horovod.runtime import GLOBAL, Runtime, runtime
 from tests.horovod import programs
 from tests.horovod.conftest import EVERYBODY
 from tests.horovod.programs import Call, Form
@@ -239,6 +241,65 @@ def test_no_zeros_stand_for_what_was_ended_meanwhile(alone: None, monkeypatch: p
     with pytest.raises(hvd.HorovodInternalError, match="it took too long"):
         hvd.allreduce(torch.ones(1), name="late")
     assert done == []
+
+
+def test_threads_that_ask_without_names_get_a_name_each(alone: None) -> None:
+    names: list[str] = []
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> Any:
+        """Before each of its instructions another thread may ask."""
+        if frame.f_code is not Runtime.count.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            names.append(runtime().count(GLOBAL, "allreduce"))
+        return interrupt
+
+    traced_before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        names.append(runtime().count(GLOBAL, "allreduce"))
+    finally:
+        sys.settrace(traced_before)
+    assert len(names) > 5
+    assert sorted(map(int, names)) == [*range(1, len(names) + 1)]
+
+
+def test_what_is_asked_for_after_joining_is_for_when_the_others_have_heard_of_it(world: HorovodWorld) -> None:
+    """Zeros stand for it before, and it is told of once, though it was asked for before that was done."""
+    late, *others = world.run(_ask_after_joining)
+    assert late == [6.0, 6.0]
+    assert others == [[5.0, 5.0, 6.0, 6.0]] * 2
+
+
+def _ask_after_joining(rank: int) -> list[float]:
+    import paceline.horovod.torch as hvd
+    from paceline.horovod.runtime import GLOBAL, runtime
+
+    hvd.init()
+
+    def ask() -> Any:
+        return hvd.allreduce_async(torch.full((2,), rank + 1.0), op=hvd.Sum, name="late")
+
+    if rank > 0:
+        found = [float(each) for _ in range(2) for each in hvd.synchronize(ask())]
+        hvd.join()
+        return found
+    negotiator, asked = runtime().channel(GLOBAL)._negotiator, []
+    hear = negotiator.hear
+
+    def hear_and_ask(everyone: Any) -> Any:
+        due = hear(everyone)
+        if due and not asked:
+            asked.append(ask())  # as another thread may, while this one is about to do what is due
+        return due
+
+    negotiator.hear = hear_and_ask
+    try:
+        hvd.join()
+    finally:
+        negotiator.hear = hear
+    return [float(each) for each in hvd.synchronize(asked[0])]
 
 
 def test_threads_ask_at_once_and_no_operation_is_lost(world: HorovodWorld) -> None:

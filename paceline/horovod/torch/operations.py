@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.horovod.channel import Channel
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import ADASUM
+from paceline.horovod.likeness import Likeness
 from paceline.horovod.operation import Operation
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.requests import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, REDUCESCATTER, Member, Request
@@ -39,7 +40,7 @@ _About = tuple[str, float, float, int]
 _NOTHING: _About = ("", 1.0, 1.0, 0)
 
 
-_known: dict[tuple[str, str], tuple[tuple[Any, ...], Request]] = {}
+_known: dict[tuple[str, str], tuple[Likeness, tuple[Any, ...], Request]] = {}
 """The last named request of each kind and name, and what it was made of: making one anew takes longer than the rest of
 asking."""
 _num_known = 0
@@ -255,16 +256,18 @@ def _request(
     if name is None:
         name = f"noname.{runtime().count(process_set.process_set_id, kind)}"
         return _make_request(f"{kind}.{name}", kind, tensors, about, is_group=is_group, is_lasting=False)
-    form = _form(tensors, about)
     known = _known.get((kind, name))
-    if known is not None and known[0] == form:
-        return known[1]
+    if known is not None and known[0].is_of(tensors, about):
+        return known[2]
+    form = _form(tensors, about)
+    if known is not None and known[1] == form:
+        return known[2]
     request = _make_request(f"{kind}.{name}", kind, tensors, about, is_group=is_group)
     _num_known += len(tensors)
     if _num_known > _MOST_TENSORS:
         _known.clear()
         _num_known = len(tensors)
-    _known[kind, name] = form, request
+    _known[kind, name] = Likeness(tensors, about), form, request
     return request
 
 

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-Script = TypeVar("Script")
+Script, Strategy = TypeVar("Script"), TypeVar("Strategy")
 
 
 def covering(
     scripts: Iterable[Script],
-    families: Sequence[Sequence[str]],
-    outcome: Callable[[str, Script], Hashable] = lambda strategy, script: None,
-) -> Iterator[tuple[str, Script, bool]]:
+    families: Sequence[Sequence[Strategy]],
+    outcome: Callable[[Strategy, Script], Hashable] = lambda strategy, script: None,
+) -> Iterator[tuple[Strategy, Script, bool]]:
     """Each strategy with each script, and whether the case is chosen.
 
     Script number n is chosen under strategy n of each family, whose strategies begin anew when they are through, and
@@ -42,8 +42,9 @@ def left_to(*, is_quick: bool, is_chosen: bool = True) -> list[pytest.MarkDecora
     return [pytest.mark.slow] if is_chosen else [pytest.mark.slow, pytest.mark.product]
 
 
-def in_turns(scripts: Iterable[Any], strategies: Sequence[str]) -> list[Any]:
-    """Slow cases: each script under one strategy, and the next one under the next."""
+def in_turns(scripts: Iterable[Any], strategies: Sequence[Any]) -> list[Any]:
+    """Slow cases: each script, or whatever else is a place for faults, with one strategy, and the next one with the
+    next."""
     return [
         pytest.param(strategy, script, marks=left_to(is_quick=False, is_chosen=is_chosen))
         for strategy, script, is_chosen in covering(scripts, [strategies])

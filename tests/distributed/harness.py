@@ -124,9 +124,11 @@ def starting(directory: Path) -> Iterator[Callable[..., Command]]:
         commands.append(command)
         return command
 
-    yield started
-    for command in commands:
-        command.close()
+    try:
+        yield started
+    finally:
+        for command in commands:
+            command.close()
 
 
 def shared_memory() -> set[str]:

@@ -117,8 +117,9 @@ def test_every_gradient_counts_once(start_on_cluster: Start, tmp_path: Path, str
 @pytest.fixture(scope="module")
 def undisturbed(cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """The end of a run of 400 steps with three servers, none of which dies."""
-    out = tmp_path_factory.mktemp("undisturbed")
-    with starting(out) as start:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    out = folder / "out"
+    with starting(folder) as start:
         on_cluster = partial(start, RAY_ADDRESS=cluster)
         output = begin(on_cluster, out, "ps-bsp", steps=400, step_s=0, servers=3, replicas=1).wait()
     saved = checkpoint(out)

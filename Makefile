@@ -13,7 +13,7 @@ APART_STAMPS := $(patsubst %,$(VENV)/apart/%/.complete,ray-default spark tensorf
 # More tests at a time than cores: much of a test of processes is waiting for them to start.
 PARALLEL := -n 3 --dist worksteal
 
-.PHONY: demo test test-slow test-gpu lint docs results clean
+.PHONY: demo test test-slow test-products test-gpu lint docs results clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -24,7 +24,11 @@ test: $(STAMP)
 
 # What `make test` leaves out, and properties with many more examples.
 test-slow: $(FRAMEWORKS_STAMP) $(APART_STAMPS)
-	$(BIN)/python -m pytest $(PARALLEL) -m "(slow or hypothesis) and not gpu" --hypothesis-profile thorough --durations 30 --durations-min 20
+	$(BIN)/python -m pytest $(PARALLEL) -m "(slow or hypothesis) and not (gpu or product)" --hypothesis-profile thorough --durations 30 --durations-min 20
+
+# The cases that others stand for (tests/covering.py), for whoever changes what is taken to be independent.
+test-products: $(FRAMEWORKS_STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -m "product and not gpu"
 
 # On a machine with a GPU and a torch that sees it, which the constraints file's does not.
 test-gpu: $(STAMP)

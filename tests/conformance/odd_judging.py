@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -27,8 +26,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "local-sgd": {"every": 3},
 }
 EVERYWHERE = tuple(STRATEGIES)
-BY_TURNS = ("ps-ssp", "ps-asp")
-"""What is done with a script is the same under these, whose servers alone know how far workers may run apart."""
+FREE = ("ps-ssp", "ps-asp")
+"""Their servers alone know how far workers may run apart."""
+FAMILIES = (JOINT, FREE, ALONE)
+"""What is done with a script is mostly the same under all strategies of one: see `covering`."""
 ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 
 DRIFT = r"after step \d+ parameter '.*' is not the same on all ranks: on rank 1 .*Make the same change on every rank"
@@ -37,19 +38,6 @@ NO_GRADIENT = r"parameter '1\.weight' has no gradient on rank \d.*or use all-red
 TOGETHER = r"(leave out a batch or a step only where all do|every rank must step alike)"
 SAME_STEP = r"all_gather in the training loop needs all workers at the same step.*worker\.meeting"
 OWN_DIVISOR = r"the loss at .* is divided by .* each worker's own batch"
-
-Item = TypeVar("Item")
-
-
-def under_each(scripts: Collection[Item], strategies: Sequence[str] = EVERYWHERE) -> list[tuple[str, Item]]:
-    """Strategy and script: each script under every strategy, but of `BY_TURNS` under one, that of the next script under
-    the other."""
-    return [
-        (strategy, script)
-        for strategy in strategies
-        for number, script in enumerate(scripts)
-        if strategy not in BY_TURNS or strategy == BY_TURNS[number % 2]
-    ]
 
 
 def judge(script: Script, engine: str, strategy: str, says: str | None, out: Path, *, is_compared: bool) -> None:

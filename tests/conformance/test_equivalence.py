@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tests.conformance.scripts import (
     momentum,
     train,
 )
+from tests.covering import covering, left_to
 
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "all-reduce": ("all-reduce", {"bucket_mb": 0.002}),
@@ -43,28 +44,23 @@ THREE_IN_PROCESSES = {("momentum", "all-reduce"), ("clip by norm, uneven tail", 
 PARAMETER_SERVERS = [name for name in STRATEGIES if name.startswith("ps")]
 
 
-def every_script_under_every_strategy(
-    engine: Any, quick: Collection[tuple[str, str]] | None = None, *, cases: Iterable[str] = SCRIPTS
-) -> list[Any]:
-    """If `quick` names some, the others are left to `make test-slow`, and each script has two strategies of them, among
-    workers and at servers, and the next script the other two."""
-    found = []
-    for number, case in enumerate(cases):
-        for place, strategy in enumerate(STRATEGIES):
-            if quick is None or (case, strategy) in quick:
-                found.append(pytest.param(engine, case, strategy))
-            elif number % 2 == place % 2:
-                found.append(pytest.param(engine, case, strategy, marks=pytest.mark.slow))
-    return found
+def virtually(scripts: Iterable[str] = SCRIPTS) -> Iterator[Any]:
+    """Each script by one way among workers, and one at servers."""
+    for strategy, case, is_chosen in covering(scripts, [("all-reduce", "ring"), ("ps-bsp", "ps-bsp-3")]):
+        yield pytest.param(virtual_engine, case, strategy, marks=left_to(is_quick=is_chosen, is_chosen=is_chosen))
+
+
+def in_processes(quick: Collection[tuple[str, str]], scripts: Iterable[str] = SCRIPTS) -> Iterator[Any]:
+    """Each script by one way of bytes, and those that are `quick`."""
+    for strategy, case, is_chosen in covering(scripts, [tuple(STRATEGIES)]):
+        marks = left_to(is_quick=(case, strategy) in quick, is_chosen=is_chosen)
+        yield pytest.param(local_engine, case, strategy, marks=marks)
 
 
 # What a script means to a strategy is the same on every engine. Processes differ in how data moves.
 @pytest.mark.parametrize(
     ("engine", "case", "strategy"),
-    [
-        *every_script_under_every_strategy(virtual_engine),
-        *every_script_under_every_strategy(local_engine, IN_PROCESSES),
-    ],
+    [*virtually(), *in_processes(IN_PROCESSES)],
 )
 def test_two_workers_equal_one_process(engine: Any, case: str, strategy: str, tmp_path: Path) -> None:
     script, tolerance = SCRIPTS[case]
@@ -77,10 +73,7 @@ def test_two_workers_equal_one_process(engine: Any, case: str, strategy: str, tm
 
 @pytest.mark.parametrize(
     ("engine", "case", "strategy"),
-    [
-        *every_script_under_every_strategy(virtual_engine, cases=WITH_THREE_WORKERS),
-        *every_script_under_every_strategy(local_engine, THREE_IN_PROCESSES, cases=WITH_THREE_WORKERS),
-    ],
+    [*virtually(WITH_THREE_WORKERS), *in_processes(THREE_IN_PROCESSES, WITH_THREE_WORKERS)],
 )
 def test_three_workers_equal_one_process(engine: Any, case: str, strategy: str, tmp_path: Path) -> None:
     script, tolerance = SCRIPTS[case]

@@ -12,9 +12,10 @@ import pytest
 
 from paceline.errors import RunFailed
 from tests.conformance import local_engine, odd_asides, virtual_engine
-from tests.conformance.odd_judging import EVERYWHERE, JOINT, SAME_STEP, SERVERS, STRATEGIES, judge
+from tests.conformance.odd_judging import EVERYWHERE, FAMILIES, JOINT, SAME_STEP, SERVERS, STRATEGIES, judge
 from tests.conformance.reference import train_alone
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
+from tests.covering import covering, left_to
 
 SETTING = r"the script sets collate_fn of the loader that prepare returned.*set it before prepare"
 REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
@@ -27,18 +28,21 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
 QUICK = ("all-reduce", "ps-asp")
 
 
+def refusal(strategy: str, name: str) -> str | None:
+    return next((says for where, says in REFUSED.get(name, {}).items() if strategy in where), None)
+
+
 def cases(names: Any) -> list[Any]:
+    """Of each family of strategies one, and the quick ones."""
     return [
-        pytest.param(strategy, name, marks=[] if strategy in QUICK else [pytest.mark.slow])
-        for strategy in STRATEGIES
-        for name in names
+        pytest.param(strategy, name, marks=left_to(is_quick=strategy in QUICK, is_chosen=is_chosen))
+        for strategy, name, is_chosen in covering(names, FAMILIES, refusal)
     ]
 
 
 @pytest.mark.parametrize(("strategy", "name"), cases(odd_asides.SCRIPTS))
 def test_scripts_with_asides(strategy: str, name: str, tmp_path: Path) -> None:
-    says = next((says for where, says in REFUSED.get(name, {}).items() if strategy in where), None)
-    judge(odd_asides.SCRIPTS[name], "virtual", strategy, says, tmp_path, is_compared=True)
+    judge(odd_asides.SCRIPTS[name], "virtual", strategy, refusal(strategy, name), tmp_path, is_compared=True)
 
 
 OF_EVALUATIONS = {

@@ -30,6 +30,7 @@ from tests.conformance.odd_models import Masked
 from tests.conformance.reference import train_alone
 from tests.conformance.scripts import EXACT, assert_close, launched, momentum, plain_step, samples, train
 from tests.conformance.settings import SOON_S
+from tests.covering import covering, left_to
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "gossip": {"own_scores": False},
@@ -37,6 +38,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ad-psgd": {"own_scores": False},
     "fed-avg": {"clients": 2, "fraction": 1.0, "optimizer": "kept"},
 }
+FAMILIES = (("gossip", "ad-psgd"), ("local-sgd", "fed-avg"))
 QUICK = (
     "plain",
     "three ahead",
@@ -81,10 +83,15 @@ def models() -> list[test_odd_models.Odd]:
 
 
 def cases(rows: Any) -> list[Any]:
+    """Each row under neighbours and under rounds, of which there are two kinds each, by turns."""
     return [
-        pytest.param(strategy, row, id=f"{strategy}-{row.name}", marks=[] if row.name in QUICK else [pytest.mark.slow])
-        for strategy in STRATEGIES
-        for row in rows
+        pytest.param(
+            strategy,
+            row,
+            id=f"{strategy}-{row.name}",
+            marks=left_to(is_quick=row.name in QUICK, is_chosen=is_chosen),
+        )
+        for strategy, row, is_chosen in covering(rows, FAMILIES)
     ]
 
 

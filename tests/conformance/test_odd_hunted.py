@@ -34,6 +34,7 @@ from tests.conformance.odd_judging import (
     ALONE,
     DRIFT,
     EVERYWHERE,
+    FAMILIES,
     IN_PLACE,
     JOINT,
     NO_GRADIENT,
@@ -43,10 +44,10 @@ from tests.conformance.odd_judging import (
     STRATEGIES,
     TOGETHER,
     judge,
-    under_each,
 )
 from tests.conformance.odd_steps import set_gradients
 from tests.conformance.scripts import BATCH_SIZE, launched, samples
+from tests.covering import covering, left_to
 
 MOVED = r"step \d: parameter '1.weight' was moved or replaced after prepare on rank \d.*before prepare"
 STATE = r"rank \d: the script changes or reads optimizer.state, which the servers hold; .*or use all-reduce"
@@ -207,11 +208,11 @@ SCRIPTS = odd_hunted.SCRIPTS | odd_habits.SCRIPTS | odd_recipes.SCRIPTS | odd_da
 SCRIPTS |= odd_batches.SCRIPTS | odd_weights.SCRIPTS | odd_losses.SCRIPTS
 
 
-def refusal(name: str, strategy: str) -> str | None:
+def refusal(strategy: str, name: str) -> str | None:
     return next((says for where, says in REFUSED.get(name, {}).items() if strategy in where), None)
 
 
-def marks(engine: str, strategy: str, name: str) -> list[Any]:
+def case(engine: str, strategy: str, name: str, is_chosen: bool) -> Any:
     is_quick = (engine, strategy) == ("virtual", "ps-bsp") and name in QUICK
     by_own = (*DIVIDED, "collation that filters")
     # Ranks that slice the same tensors are warned, and those that divide by their own; all others must not be.
@@ -219,17 +220,16 @@ def marks(engine: str, strategy: str, name: str) -> list[Any]:
     if strategy in JOINT:
         told |= dict.fromkeys(by_own, OWN_DIVISOR) | TOLD
     ignored = [pytest.mark.filterwarnings(f"ignore:{told[name]}")] if name in told else []
-    return ignored if is_quick else [*ignored, pytest.mark.slow]
+    marks = [*ignored, *left_to(is_quick=is_quick, is_chosen=is_chosen)]
+    return pytest.param(engine, strategy, name, id=f"{engine}-{strategy}-{name}", marks=marks)
 
 
 def cases() -> list[Any]:
-    """Every script under each strategy virtually. In processes, where only the way of the bytes is another, those of
-    `odd_hunted.py` and every other one of the rest, under all-reduce and a server in turns; some under gossip, too."""
-    virtually = [("virtual", *case) for case in under_each(SCRIPTS)]
-    some = [name for number, name in enumerate(SCRIPTS) if number % 2 or name in odd_hunted.SCRIPTS]
-    in_turns = [("processes", JOINT[number % 2], name) for number, name in enumerate(some)]
-    more = [("processes", "gossip", name) for name in odd_hunted.SCRIPTS]
-    return [pytest.param(*case, id="-".join(case), marks=marks(*case)) for case in [*virtually, *in_turns, *more]]
+    """Virtually under a strategy of each family. In processes, where only the way of the bytes is another, every third
+    script under one of three strategies."""
+    virtually = [case("virtual", *chosen) for chosen in covering(SCRIPTS, FAMILIES, refusal)]
+    some = list(SCRIPTS)[::3]
+    return [*virtually, *(case("processes", *chosen) for chosen in covering(some, [(*JOINT, "gossip")]))]
 
 
 @pytest.mark.parametrize(("engine", "strategy", "name"), cases())
@@ -239,7 +239,7 @@ def cases() -> list[Any]:
 def test_hunted_scripts(engine: str, strategy: str, name: str, tmp_path: Path) -> None:
     is_own = name in OWN and not (name in (*DIVIDED, *TOLD) and strategy not in JOINT)
     is_compared = not is_own and (strategy in JOINT or name not in RANDOM)
-    judge(SCRIPTS[name], engine, strategy, refusal(name, strategy), tmp_path, is_compared=is_compared)
+    judge(SCRIPTS[name], engine, strategy, refusal(strategy, name), tmp_path, is_compared=is_compared)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from tests.conformance import odd_loops as loops
 from tests.conformance import odd_models as odd
 from tests.conformance import odd_steps as steps
 from tests.conformance import virtual_engine
-from tests.conformance.odd_judging import BY_TURNS, ENGINES, under_each
+from tests.conformance.odd_judging import ENGINES, FREE, JOINT, SERVERS
 from tests.conformance.reference import Script, train_alone
 from tests.conformance.scripts import (
     EXACT,
@@ -39,13 +39,10 @@ from tests.conformance.scripts import (
     zero_in_place_step,
 )
 from tests.conformance.settings import SOON_S
+from tests.covering import covering, left_to
 
 HALF_PRECISION = {"rtol": 0.03, "atol": 0.003}
-SERVERS = ("ps-bsp", "ps-ssp", "ps-asp")
-PEERS = ("all-reduce",)
-JOINT = ("all-reduce", "ps-bsp")
-"""Under which workers' gradients are averaged."""
-SEVERAL = (*PEERS, *SERVERS)
+SEVERAL = ("all-reduce", *SERVERS)
 EVERY = ("single", *SEVERAL)
 
 
@@ -306,27 +303,30 @@ QUICK_IN_PROCESSES = (
 
 
 def cases() -> Iterator[Any]:
-    """Every row under each strategy virtually, of which those whose workers know nothing of one another are left to
+    """Virtually under a strategy of each family, of which those whose workers know nothing of one another are left to
     `make test-slow`. In processes, where only the way of the bytes is another, some rows run under all-reduce, and the
     others, which are left to it, too, under all-reduce and a server in turns."""
-    for strategy, row in under_each([row for row in ODD if row.only_on != "processes"], EVERY):
-        yield case("virtual", strategy, row, is_slow=strategy not in JOINT)
-    for number, row in enumerate(row for row in ODD if row.only_on != "virtual"):
-        is_quick = row.name in QUICK_IN_PROCESSES
-        for strategy in JOINT if row.only_on else ("all-reduce",) if is_quick else (JOINT[number % 2],):
-            yield case("processes", strategy, row, is_slow=not is_quick)
+    virtually = [row for row in ODD if row.only_on != "processes"]
+    for strategy, row, is_chosen in covering(virtually, [["single"], JOINT, FREE], is_refused):
+        yield case("virtual", strategy, row, left_to(is_quick=is_chosen and strategy in JOINT, is_chosen=is_chosen))
+    apart = [row for row in ODD if row.only_on != "virtual"]
+    for strategy, row, is_chosen in covering(apart, [JOINT]):
+        is_quick = strategy == "all-reduce" and row.name in QUICK_IN_PROCESSES
+        yield case("processes", strategy, row, left_to(is_quick=is_quick, is_chosen=is_chosen or bool(row.only_on)))
 
 
-def case(engine: str, strategy: str, row: Odd, *, is_slow: bool) -> Any:
-    slow = [pytest.mark.slow] if is_slow else []
-    return pytest.param(engine, strategy, row, id=f"{engine}-{strategy}-{row.name}", marks=slow)
+def is_refused(strategy: str, row: Odd) -> bool:
+    return strategy in row.refused
+
+
+def case(engine: str, strategy: str, row: Odd, marks: Any) -> Any:
+    return pytest.param(engine, strategy, row, id=f"{engine}-{strategy}-{row.name}", marks=marks)
 
 
 @pytest.mark.parametrize(("engine", "strategy", "row"), list(cases()))
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_odd_models(engine: str, strategy: str, row: Odd, tmp_path: Path) -> None:
-    is_refused = strategy in row.refused
-    workers = 2 if strategy in JOINT or (is_refused and strategy != "single") else 1
+    workers = 2 if strategy in JOINT or (is_refused(strategy, row) and strategy != "single") else 1
     run = partial(
         ENGINES[engine].run,
         partial(launched, row.script),
@@ -334,7 +334,7 @@ def test_odd_models(engine: str, strategy: str, row: Odd, tmp_path: Path) -> Non
         workers=workers,
         out=tmp_path,
     )
-    if is_refused:
+    if is_refused(strategy, row):
         began_s = time.monotonic()
         with pytest.raises(RunFailed, match=row.says):
             run()
@@ -343,10 +343,13 @@ def test_odd_models(engine: str, strategy: str, row: Odd, tmp_path: Path) -> Non
     assert_close(run().model_state(), train_alone(row.script, workers), row.tolerance or EXACT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "row"),
-    under_each([row for row in ODD if "ps-asp" not in row.refused and row.only_on != "processes"], BY_TURNS),
+    [
+        pytest.param(strategy, row, marks=left_to(is_quick=False, is_chosen=is_chosen))
+        for strategy, row, is_chosen in covering(ODD, [FREE])
+        if strategy not in row.refused and row.only_on != "processes"
+    ],
 )
 def test_odd_models_under_asynchronous_strategies(row: Odd, strategy: str, tmp_path: Path) -> None:
     """Two workers train on all their data, and parameters stay finite."""

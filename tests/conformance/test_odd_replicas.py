@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.errors import RunFailed
 from tests.conformance import virtual_engine
-from tests.conformance.odd_judging import ENGINES
+from tests.conformance.odd_judging import ENGINES, FREE, JOINT, SERVERS
 from tests.conformance.reference import Script, train_alone
 from tests.conformance.scripts import (
     EXACT,
@@ -33,6 +33,7 @@ from tests.conformance.scripts import (
     samples,
 )
 from tests.conformance.settings import SOON_S
+from tests.covering import covering, left_to
 
 NUM_WORKERS, NUM_STEPS = 2, 24
 
@@ -222,7 +223,6 @@ def skip(run: Run, *, at: int, on_all: bool = False) -> bool:
 # --- the table ------------------------------------------------------------------------------------------------------
 
 EVERYWHERE = "everywhere"
-SYNCHRONOUS, SERVERS = ("all-reduce", "ps-bsp"), ("ps-bsp", "ps-ssp", "ps-asp")
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ ODD = (
         partial(train, stepped=add_noise),
         {"all-reduce": DRIFT, "ps-bsp": DRIFT, **under(SERVERS[1:], IN_PLACE)},
     ),
-    Odd("own plateau", partial(train, stepped=follow_own_loss), under(SYNCHRONOUS, RATE + "worker.all_reduce")),
+    Odd("own plateau", partial(train, stepped=follow_own_loss), under(JOINT, RATE + "worker.all_reduce")),
     Odd("own rate", partial(train, before=own_rate), {EVERYWHERE: RATE + "give every rank the same optimizer"}),
     Odd(
         "own class", partial(train, before=own_class), {EVERYWHERE: "the optimizer is SGD on rank 0 and Adam on rank 1"}
@@ -316,7 +316,7 @@ ODD = (
             "ps-bsp": UNEVEN,
         },
     ),
-    Odd("left out alone at the end", partial(train, skips=partial(skip, at=NUM_STEPS)), under(SYNCHRONOUS, UNEVEN)),
+    Odd("left out alone at the end", partial(train, skips=partial(skip, at=NUM_STEPS)), under(JOINT, UNEVEN)),
     Odd("left alone", partial(train, ends=partial(skip, at=5)), {"all-reduce": LEFT, "ps-bsp": UNEVEN}),
     Odd("left alone with a round", partial(train, ends=partial(skip, at=6)), {"all-reduce": LEFT, "ps-bsp": UNEVEN}),
 )
@@ -324,35 +324,35 @@ QUICK_IN_PROCESSES = ("frozen in turns", "noise", "own plateau", "state loaded",
 
 
 def cases() -> Iterator[Any]:
-    """Every row under every strategy virtually. In processes, where only the way of the bytes is another, some rows run
-    under the synchronous ones, and the others under one strategy each, which are left to `make test-slow`."""
-    strategies = ("all-reduce", *SERVERS)
-    for strategy in strategies:
-        for odd in ODD:
-            yield case("virtual", strategy, odd, is_slow=False)
-    for number, odd in enumerate(ODD):
-        is_quick = odd.name in QUICK_IN_PROCESSES
-        for strategy in SYNCHRONOUS if is_quick else (strategies[number % len(strategies)],):
-            yield case("processes", strategy, odd, is_slow=not is_quick)
+    """Virtually under a strategy of each family. In processes, where only the way of the bytes is another, some rows
+    run under the synchronous ones, and the others under one strategy each, which are left to `make test-slow`."""
+    for strategy, odd, is_chosen in covering(ODD, [JOINT, FREE], refusal):
+        yield case("virtual", strategy, odd, left_to(is_quick=is_chosen, is_chosen=is_chosen))
+    for strategy, odd, is_chosen in covering(ODD, [(*JOINT, *FREE)]):
+        is_quick = odd.name in QUICK_IN_PROCESSES and strategy in JOINT
+        yield case("processes", strategy, odd, left_to(is_quick=is_quick, is_chosen=is_chosen))
 
 
-def case(engine: str, strategy: str, odd: Odd, *, is_slow: bool) -> Any:
-    slow = [pytest.mark.slow] if is_slow else []
-    return pytest.param(engine, strategy, odd, id=f"{engine}-{strategy}-{odd.name}", marks=slow)
+def refusal(strategy: str, odd: Odd) -> str | None:
+    return odd.refused.get(strategy, odd.refused.get(EVERYWHERE))
+
+
+def case(engine: str, strategy: str, odd: Odd, marks: Any) -> Any:
+    return pytest.param(engine, strategy, odd, id=f"{engine}-{strategy}-{odd.name}", marks=marks)
 
 
 @pytest.mark.parametrize(("engine", "strategy", "odd"), list(cases()))
 def test_odd_replicas(engine: str, strategy: str, odd: Odd, tmp_path: Path) -> None:
     began_s = time.monotonic()
-    refusal = odd.refused.get(strategy, odd.refused.get(EVERYWHERE))
+    says = refusal(strategy, odd)
     run = partial(
         ENGINES[engine].run, partial(launched, odd.script), strategy=strategy, workers=NUM_WORKERS, out=tmp_path
     )
-    if refusal is not None:
-        with pytest.raises(RunFailed, match=f"(?s){refusal}"):
+    if says is not None:
+        with pytest.raises(RunFailed, match=f"(?s){says}"):
             run()
         assert time.monotonic() - began_s < SOON_S
-    elif strategy in SYNCHRONOUS:
+    elif strategy in JOINT:
         assert_close(run().model_state(), train_alone(odd.script, NUM_WORKERS), EXACT)
     else:
         assert run().iteration >= NUM_STEPS

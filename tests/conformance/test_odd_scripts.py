@@ -6,6 +6,7 @@ the same script in one process with the combined batches, and its records count 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 from paceline.errors import RunFailed
 from tests.conformance import virtual_engine
-from tests.conformance.odd_judging import ENGINES
+from tests.conformance.odd_judging import ENGINES, JOINT
 from tests.conformance.odd_reading import (
     NUM_EPOCHS,
     NUM_SAMPLES,
@@ -53,6 +54,7 @@ from tests.conformance.scripts import (
     plain_step,
     samples,
 )
+from tests.covering import covering, left_to
 
 
 @dataclass(frozen=True)
@@ -155,23 +157,15 @@ ODD = (
 QUICK_IN_PROCESSES = ("one ahead", "in a thread", "a stream that splits itself", "less data on rank 1")
 
 
-def cases() -> list[Any]:
-    """Every row under every strategy virtually; most of those in processes are left to `make test-slow`."""
-    return [
-        pytest.param(
-            engine,
-            strategy,
-            odd,
-            id=f"{engine}-{strategy}-{odd.name}",
-            marks=[pytest.mark.slow]
-            if engine == "processes" and (odd.name not in QUICK_IN_PROCESSES or strategy != "all-reduce")
-            else [],
-        )
-        for engine in ENGINES
-        for strategy in ("all-reduce", "ps-bsp")
-        for odd in ODD
-        if odd.only_on in ("", engine)
-    ]
+def cases() -> Iterator[Any]:
+    """Every row under all-reduce and a server in turns, on both engines; most of those in processes are left to
+    `make test-slow`."""
+    for engine in ENGINES:
+        for strategy, odd, is_chosen in covering([odd for odd in ODD if odd.only_on in ("", engine)], [JOINT]):
+            in_turn = is_chosen and engine == "virtual"
+            is_quick = in_turn or (strategy == "all-reduce" and odd.name in QUICK_IN_PROCESSES)
+            marks = left_to(is_quick=is_quick, is_chosen=is_chosen)
+            yield pytest.param(engine, strategy, odd, id=f"{engine}-{strategy}-{odd.name}", marks=marks)
 
 
 @pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
@@ -194,7 +188,7 @@ def samples_in(result: Any) -> int:
     return sum(record.samples for record in result.steps)
 
 
-@pytest.mark.parametrize(("engine", "strategy", "odd"), cases())
+@pytest.mark.parametrize(("engine", "strategy", "odd"), list(cases()))
 def test_odd_scripts_under_synchronous_strategies(engine: str, strategy: str, odd: Odd, tmp_path: Path) -> None:
     run = partial(
         ENGINES[engine].run, partial(launched, odd.script), strategy=strategy, workers=NUM_WORKERS, out=tmp_path

@@ -19,6 +19,7 @@ from tests.conformance.odd_judging import (
     ALONE,
     DRIFT,
     EVERYWHERE,
+    FAMILIES,
     IN_PLACE,
     JOINT,
     NO_GRADIENT,
@@ -27,10 +28,10 @@ from tests.conformance.odd_judging import (
     SERVERS,
     TOGETHER,
     judge,
-    under_each,
 )
 from tests.conformance.odd_trainers import Advancing
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
+from tests.covering import covering, left_to
 
 ANOTHER = r"SGD steps the parameter '\d\.\w+' of a prepared model.*give prepare every optimizer, by name"
 REPLACED = r"parameter '.*' was moved or replaced after prepare on rank \d.*before prepare"
@@ -94,7 +95,6 @@ QUICK = (
     "a sum, caught",
     "a change, caught",
 )
-QUICK_CASES = [("virtual", "ps-bsp", name) for name in QUICK]
 IN_PROCESSES = (
     "whole objects saved",
     "a slow copy inside",
@@ -114,17 +114,21 @@ def refusal(engine: str, strategy: str, name: str) -> str | None:
     return next((says for where, says in REFUSED.get(name, {}).items() if strategy in where), None)
 
 
-def marks(*case: str) -> list[Any]:
-    _, strategy, name = case
+def case(engine: str, strategy: str, name: str, is_chosen: bool) -> Any:
     is_told = name == "those with labels" and strategy in JOINT
     told = [pytest.mark.filterwarnings(f"ignore:{OWN_DIVISOR}")] if is_told else []
-    return told if case in QUICK_CASES else [*told, pytest.mark.slow]
+    is_quick = (engine, strategy) == ("virtual", "ps-bsp") and name in QUICK
+    marks = [*told, *left_to(is_quick=is_quick, is_chosen=is_chosen)]
+    return pytest.param(engine, strategy, name, id=f"{engine}-{strategy}-{name}", marks=marks)
 
 
 def cases() -> list[Any]:
-    everywhere = [("virtual", *case) for case in under_each(SCRIPTS)]
-    some = [("processes", strategy, name) for strategy in JOINT for name in IN_PROCESSES]
-    return [pytest.param(*case, id="-".join(case), marks=marks(*case)) for case in [*everywhere, *some]]
+    """Virtually under a strategy of each family; in processes some scripts under a strategy for each outcome."""
+    virtually, apart = (partial(refusal, engine) for engine in ("virtual", "processes"))
+    return [
+        *(case("virtual", *chosen) for chosen in covering(SCRIPTS, FAMILIES, virtually)),
+        *(case("processes", *chosen) for chosen in covering(IN_PROCESSES, [JOINT], apart)),
+    ]
 
 
 @pytest.mark.parametrize(("engine", "strategy", "name"), cases())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.namespaces import Network
-from tests.distributed.harness import PACELINE, Command
+from tests.distributed.harness import Command, starting
 from tests.distributed.own_network import own_network
 
 
@@ -36,16 +36,8 @@ def cluster(program_forks: str) -> Iterator[str]:
 @pytest.fixture
 def start(tmp_path: Path, program_forks: str) -> Iterator[Callable[..., Command]]:
     """Starts `paceline` (or another program) with arguments; whatever is left of it is ended after the test."""
-    commands: list[Command] = []
-
-    def started(*arguments: object, program: str = PACELINE, **environment: str) -> Command:
-        command = Command([program, *map(str, arguments)], tmp_path, environment)
-        commands.append(command)
-        return command
-
-    yield started
-    for command in commands:
-        command.close()
+    with starting(tmp_path) as started:
+        yield started
 
 
 @pytest.fixture

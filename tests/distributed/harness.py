@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,23 @@ class Command:
                 os.kill(int(line.split()[0]), signal.SIGKILL)
         self.process.wait(timeout=PATIENCE_S)
         self._output.close()
+
+
+@contextlib.contextmanager
+def starting(directory: Path) -> Iterator[Callable[..., Command]]:
+    """Starts `paceline` (or another program) with arguments in that directory; in the end nothing is left of it."""
+    commands: list[Command] = []
+
+    def started(*arguments: object, program: str = PACELINE, **environment: str) -> Command:
+        command = Command([program, *map(str, arguments)], directory, environment)
+        commands.append(command)
+        return command
+
+    try:
+        yield started
+    finally:
+        for command in commands:
+            command.close()
 
 
 def shared_memory() -> set[str]:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import RunFailed
 from tests.conformance import local_engine
+from tests.covering import in_turns
 from tests.forks import having_loaded
 
 pytestmark = [
@@ -132,11 +133,12 @@ def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["steps"] == expected["steps"]
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp:servers=2"])
-@pytest.mark.parametrize("script", [{}, {"every": 2}, {"clip": 0.1}], ids=["plain", "accumulation", "clipping"])
-def test_workers_in_lock_step_train_what_one_process_trains(
-    strategy: str, script: dict[str, Any], tmp_path: Path
-) -> None:
+SCRIPTS: dict[str, dict[str, Any]] = {"plain": {}, "accumulation": {"every": 2}, "clipping": {"clip": 0.1}}
+
+
+@pytest.mark.parametrize(("strategy", "name"), in_turns(SCRIPTS, ["all-reduce", "ps-bsp:servers=2"]))
+def test_workers_in_lock_step_train_what_one_process_trains(strategy: str, name: str, tmp_path: Path) -> None:
+    script = SCRIPTS[name]
     found = trained(tmp_path / "two", strategy, **script)
     assert_alike(found, alone(tmp_path / "one", **script))
     assert found["world"] == [2, 0, True]

@@ -18,6 +18,7 @@ from torch import Tensor
 import paceline
 from benchmarks.namespaces import Network
 from paceline.checkpoint_files import from_newest, iteration_of
+from tests.covering import in_turns
 from tests.distributed.harness import pids, wait_until
 from tests.distributed.local import Listener
 from tests.distributed.own_network import own_network
@@ -79,10 +80,7 @@ def require_rows_counted(out: Path, *, times: int | None, samples: int = 96, ser
         torch.testing.assert_close(rows, half, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "turn"),
-    [*(("ps-asp", turn) for turn in range(4)), ("ps-ssp", 0), ("ps-ssp", 3), ("ps-bsp", 1), ("ps-bsp", 2)],
-)
+@pytest.mark.parametrize(("strategy", "turn"), in_turns(range(4), ["ps-ssp", "ps-bsp", "ps-asp"]))
 def test_a_worker_dies_before_it_asks_a_server(tmp_path: Path, ray_here: None, strategy: str, turn: int) -> None:
     """A step sends four messages: to each of two servers the rows' gradients, and the push."""
     given = [*COUNTED, "--fail-at", f"1:{24 + turn}:{BEFORE_ASKING}", "--step-s", 0.02]

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 import paceline
 from paceline.checkpoint_files import from_newest, iteration_of
 from paceline.engines.ray.elastic_members import ElasticMembers
+from tests.covering import in_turns
 from tests.distributed.harness import is_training, wait_until
 from tests.distributed.local import Listener
 from tests.distributed.test_elastic import (
@@ -108,10 +109,9 @@ def test_whoever_dies_each_gradient_counts_whole(tmp_path: Path, ray_here: None,
     assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == 192
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [4, 5], ids=["when one server has it", "when none has it"])
-@pytest.mark.parametrize("strategy", ["ps-asp", "ps-bsp"])
+@pytest.mark.parametrize(("strategy", "number"), in_turns([4, 5], ["ps-asp", "ps-bsp"]))
 def test_one_dies_in_an_update_that_it_makes_itself(tmp_path: Path, ray_here: None, strategy: str, number: int) -> None:
+    # When one server has it, and when none has.
     given = ["--tally", "--fail-at", f"1:{number}:{UPDATING}", "--step-s", 0.02, "--epochs", 4]
     out = trained(tmp_path, *given, strategy=strategy, options={"servers": 2}, elastic="1:3", eval_every=100)
     told = told_of(out)

@@ -15,6 +15,7 @@ import torch
 from paceline.errors import RunFailed
 from tests.conformance import local_engine
 from tests.conformance.local_engine import STOP_FILE
+from tests.covering import in_turns
 from tests.distributed.lightning_script import EPOCHS, alone, by_hand, loss_saved_in, trained
 from tests.forks import having_loaded
 
@@ -110,26 +111,20 @@ def test_nobody_knows_the_steps_of_rounds_before_the_first(tmp_path: Path) -> No
         trained(tmp_path, "fed-avg:clients=6:fraction=0.5", asks_how_many=True)
 
 
-@pytest.mark.parametrize("strategy", LOCK_STEP[:2])
-@pytest.mark.parametrize(
-    ("settings", "module"),
-    [
-        ({"accumulate_grad_batches": 2}, {}),
-        ({"gradient_clip_val": 0.1}, {}),
-        ({}, {"manual": True}),
-        ({}, {"patience": 1}),
-        ({}, {"step_logs": True}),
-        ({}, {"asks_how_many": True}),
-        ({}, {"samples": 61}),
-    ],
-    ids=[
-        *("accumulation", "clipping", "manual optimization", "early stopping", "logs of steps", "numbers of steps"),
-        "a smaller last batch",
-    ],
-)
-def test_what_the_trainer_does_besides(
-    strategy: str, settings: dict[str, Any], module: dict[str, Any], tmp_path: Path
-) -> None:
+BESIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "accumulation": ({"accumulate_grad_batches": 2}, {}),
+    "clipping": ({"gradient_clip_val": 0.1}, {}),
+    "manual optimization": ({}, {"manual": True}),
+    "early stopping": ({}, {"patience": 1}),
+    "logs of steps": ({}, {"step_logs": True}),
+    "numbers of steps": ({}, {"asks_how_many": True}),
+    "a smaller last batch": ({}, {"samples": 61}),
+}
+
+
+@pytest.mark.parametrize(("strategy", "name"), in_turns(BESIDES, LOCK_STEP[:2]))
+def test_what_the_trainer_does_besides(strategy: str, name: str, tmp_path: Path) -> None:
+    settings, module = BESIDES[name]
     found = trained(tmp_path / "two", strategy, settings, **module)
     expected = alone(tmp_path / "one", settings, **module)
     assert_alike(found, expected)
@@ -185,8 +180,9 @@ def test_the_file_of_a_job_may_lie_anywhere(tmp_path: Path) -> None:
     assert not (tmp_path / "hpc_ckpt_1.ckpt").exists()
 
 
-@pytest.mark.parametrize("average", ["ema", "swa"])
-@pytest.mark.parametrize("strategy", ["all-reduce", "gossip", "local-sgd:every=2", "diloco:every=2"])
+@pytest.mark.parametrize(
+    ("average", "strategy"), in_turns(["all-reduce", "gossip", "local-sgd:every=2", "diloco:every=2"], ["ema", "swa"])
+)
 def test_averages_of_weights_are_of_all_workers(strategy: str, average: str, tmp_path: Path) -> None:
     """A run that is resumed validates, and ends with, what an undisturbed one does; so does each of its workers."""
     script = {"shuffle": True, "average": average}

@@ -22,7 +22,7 @@ from tests.distributed.scripts.side_by_side import LR, global_batches
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "other_frameworks"
 CLOSE = {"atol": 1e-5, "rtol": 0.0}
-EVERY, EPOCHS, GLOBAL_BATCH = 4, 2, 64
+EVERY, EPOCHS, GLOBAL_BATCH = 4, 2, 256  # ten steps, of which JAX traces each anew
 
 pytestmark = [
     pytest.mark.slow,

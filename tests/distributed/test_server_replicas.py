@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from paceline.checkpoint import Checkpoint
 from paceline.records import UpdateRecord, read_records
-from tests.distributed.harness import TRAIN, Command, events, is_training, num_steps, pids, wait_until
+from tests.distributed.harness import TRAIN, Command, events, is_training, num_steps, pids, starting, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 NUM_STEPS = 120
@@ -113,10 +114,21 @@ def test_every_gradient_counts_once(start_on_cluster: Start, tmp_path: Path, str
     assert numbers[-1] == 2 * NUM_STEPS
 
 
-def test_two_replicas_outlive_two_deaths(start_on_cluster: Start, tmp_path: Path) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    output = begin(start_on_cluster, whole, "ps-bsp", steps=400, step_s=0, servers=3, replicas=2).wait()
-    assert checkpoint(whole).iteration == 400, output
+@pytest.fixture(scope="module")
+def undisturbed(cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """The end of a run of 400 steps with three servers, none of which dies."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    out = folder / "out"
+    with starting(folder) as start:
+        on_cluster = partial(start, RAY_ADDRESS=cluster)
+        output = begin(on_cluster, out, "ps-bsp", steps=400, step_s=0, servers=3, replicas=1).wait()
+    saved = checkpoint(out)
+    assert saved.iteration == 400, output
+    return saved
+
+
+def test_two_replicas_outlive_two_deaths(start_on_cluster: Start, undisturbed: Checkpoint, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     command = begin(start_on_cluster, out, "ps-bsp", steps=400, step_s=0.02, servers=3, replicas=2)
     assert wait_until(lambda: num_steps(out) > 20)
     kill(out, 0)
@@ -130,15 +142,15 @@ def test_two_replicas_outlive_two_deaths(start_on_cluster: Start, tmp_path: Path
     taken = [(event["who"], event["details"]["key_range"]) for event in of(out, "taken_over")]
     assert taken[0] == ("server-2", 0)
     assert sorted(taken[1:]) == [("server-1", 0), ("server-1", 2)]
-    assert_equal(checkpoint(out).model, checkpoint(whole).model)
+    assert_equal(checkpoint(out).model, undisturbed.model)
 
 
 @pytest.mark.parametrize("elastic", [(), ("--elastic", "1:2")])
-def test_copies_are_made_anew(start_on_cluster: Start, tmp_path: Path, elastic: tuple[str, ...]) -> None:
+def test_copies_are_made_anew(
+    start_on_cluster: Start, undisturbed: Checkpoint, tmp_path: Path, elastic: tuple[str, ...]
+) -> None:
     """Each key range has two copies, and lives through the deaths of both that had it at first."""
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    output = begin(start_on_cluster, whole, "ps-bsp", steps=400, step_s=0, servers=3, replicas=1).wait()
-    assert checkpoint(whole).iteration == 400, output
+    out = tmp_path / "out"
     command = begin(start_on_cluster, out, "ps-bsp", steps=400, step_s=0.02, servers=3, replicas=1, elastic=elastic)
     assert wait_until(lambda: num_steps(out) > 20)
     kill(out, 1)
@@ -152,8 +164,8 @@ def test_copies_are_made_anew(start_on_cluster: Start, tmp_path: Path, elastic: 
     assert not of(out, "not_copied")
     assert all(event["details"]["copies"] == 2 for event in of(out, "copied"))
     assert {event["details"]["key_range"] for event in of(out, "taken_over") if event["who"] == "server-2"} == {0, 1}
-    assert_equal(checkpoint(out).model, checkpoint(whole).model)
-    assert_equal(checkpoint(out).optimizer, checkpoint(whole).optimizer)
+    assert_equal(checkpoint(out).model, undisturbed.model)
+    assert_equal(checkpoint(out).optimizer, undisturbed.optimizer)
 
 
 @pytest.mark.parametrize("elastic", [(), ("--elastic", "1:2")])

@@ -20,6 +20,7 @@ import paceline
 from paceline.errors import RunFailed, UsageError
 from tests.conformance import local_engine
 from tests.conformance.local_engine import STOP_FILE
+from tests.covering import in_turns
 from tests.forks import having_loaded
 
 pytestmark = [
@@ -177,11 +178,9 @@ SCRIPTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp:servers=2"])
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_workers_in_lock_step_train_what_one_process_trains(
-    strategy: str, script: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("strategy", "name"), in_turns(SCRIPTS, ["all-reduce", "ps-bsp:servers=2"]))
+def test_workers_in_lock_step_train_what_one_process_trains(strategy: str, name: str, tmp_path: Path) -> None:
+    script = SCRIPTS[name]
     found, expected = (
         trained(tmp_path / "two", strategy, **in_order(), **script),
         alone(tmp_path / "one", **in_order(), **script),

@@ -26,6 +26,7 @@ from paceline.strategies.replica import Replica
 from paceline.strategies.traits import Traits
 from paceline.topology import Ring
 from tests.conformance import local_engine
+from tests.covering import in_turns
 from tests.extending import periodic, ring_gossip, sampled
 
 WORKERS, BATCH_SIZE, NUM_SAMPLES = 4, 4, 96
@@ -37,7 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sampled": {"every": 2, "drawn": 8},
 }
 STEPS_OF_AN_ITERATION = {"ring-gossip": 1, "periodic": 3, "sampled": 4}
-every_strategy = pytest.mark.parametrize("name", [entry.name for entry in ENTRIES])
+NAMES = [entry.name for entry in ENTRIES]
+every_strategy = pytest.mark.parametrize("name", NAMES)
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -52,8 +54,12 @@ def registered() -> Iterator[None]:
 
 
 ON_RAY = pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])
-every_engine_slowly = pytest.mark.parametrize(
-    "engine", ["virtual", pytest.param("processes", marks=pytest.mark.slow), ON_RAY], indirect=True
+AWAY = [
+    pytest.param(*case.values, marks=[*case.marks, pytest.mark.ray] if "ray" in case.values else case.marks)
+    for case in in_turns(NAMES, ["processes", "ray"])
+]
+every_strategy_and_engine = pytest.mark.parametrize(
+    ("engine", "name"), [*(("virtual", name) for name in NAMES), *AWAY], indirect=["engine"]
 )
 
 
@@ -203,8 +209,7 @@ def test_a_run_is_its_naive_twin(name: str, engine: str, tmp_path: Path) -> None
     torch.testing.assert_close(model_of(result), expected[-1], rtol=1e-5, atol=1e-6)
 
 
-@every_engine_slowly
-@every_strategy
+@every_strategy_and_engine
 def test_a_resumed_run_is_an_uninterrupted_one(name: str, engine: str, tmp_path: Path) -> None:
     """With what each worker has for itself: parameters, momentum, statistics."""
     whole = run(name, engine, tmp_path / "whole", max_steps=8)
@@ -232,8 +237,7 @@ def test_another_strategy_goes_on_from_the_global_model(name: str, tmp_path: Pat
     assert resumed.iteration == 5
 
 
-@every_engine_slowly
-@every_strategy
+@every_strategy_and_engine
 def test_runs_stop_on_target_and_on_time(name: str, engine: str, tmp_path: Path) -> None:
     """Nobody hears everybody: all stop at the same iteration all the same."""
     by_target = run(name, engine, tmp_path / "target", eval_every=2, target="sum<=1e9", max_steps=50)

@@ -18,6 +18,7 @@ from paceline.codec import TensorCodec
 from paceline.codec.base import Payload, Shape
 from paceline.server.coded_push import PushCoding
 from paceline.server.spec import Push
+from tests.covering import in_turns
 from tests.unit import outlived_copies as outlived
 from tests.unit.outlived_copies import JOINER, NUM_WORKERS, POINTS, STEPS, WITH_A_SERVER, Places
 from tests.unit.replicated_servers import (
@@ -145,9 +146,7 @@ def test_what_is_pushed_again_is_decoded_with_the_draws_that_it_was_coded_with(
     trained("asp", hosts, [death], seed, codings(3, beside=beside, codec=Drawn())).assert_each_gradient_counted()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("hosts", sorted(HOSTS))
+@pytest.mark.parametrize(("victim", "hosts"), in_turns(sorted(HOSTS), (2, 0, 1)))
 def test_a_death_after_any_message(hosts: str, victim: int) -> None:
     for num_sent in range(1, 60):
         death = Death(victim, num_sent, num_sent % 3)
@@ -245,9 +244,7 @@ def test_a_worker_joins_and_two_servers_die(
     require_all_is_sent_or_owed(rule, places, deaths, replicas=2, seed=seed, dies_after=None, joins_after=joins_after)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("places", sorted(outlived.PLACES))
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize(("victim", "places"), in_turns(sorted(outlived.PLACES), (2, 0, 1)))
 def test_a_worker_dies_with_a_server_after_any_of_its_messages(places: str, victim: int) -> None:
     for num_sent in range(1, 60):
         for seed in range(2):

@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,12 +162,14 @@ def test_how_errors_are_shown_changes_once_and_not_by_importing() -> None:
     ],
     ids=["wrong", "hosts that no Ray cluster has", "a wrong setting", "a setting of its own", "another error"],
 )
-def test_what_a_script_cannot_have_is_one_line(text: str, then: str, said: str) -> None:
+@pytest.mark.usefixtures("forked_programs")
+def test_what_a_script_cannot_have_is_one_line(text: str, then: str, said: str, tmp_path: Path) -> None:
     """And other errors are shown as ever. Nothing is started."""
-    script = f"from paceline.compat.strategies import MultiWorkerMirroredStrategy as S; S(); {then}"
+    script = tmp_path / "script.py"
+    script.write_text(f"from paceline.compat.strategies import MultiWorkerMirroredStrategy as S; S(); {then}")
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"TF_CONFIG": text}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=300
+        ["python", str(script)], env=environment, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 1
     assert re.fullmatch(said, done.stderr), done.stderr

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from paceline.elastic import Done
 from paceline.server.replication import ToServer
 from paceline.server.spec import Push
+from tests.covering import in_turns
 from tests.unit.outlived_copies import (
     KINDS,
     PLACES,
@@ -150,17 +151,24 @@ def test_servers_join_while_workers_die_and_join(
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Net, RowsNet])
-@pytest.mark.parametrize("places", sorted(PLACES))
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_worker_dies_with_a_server_after_any_of_its_messages(places: str, victim: int, kind: type[Net]) -> None:
+def require_that_a_worker_may_die_with_a_server(places: str, victim: int, kind: type[Net]) -> None:
+    """After any of the server's messages."""
     for num_sent in range(1, 60):
         for seed in range(2):  # which says who dies
             rule = ("asp", "ssp", "bsp")[(num_sent + seed) % 3]
             death = Death(victim, num_sent, num_lost=num_sent // 3 % 3)
             about = {"replicas": 1, "seed": seed, "dies_after": WITH_A_SERVER, "kind": kind}
             require_each_counts_whole(rule, places, [death], **about)
+
+
+@pytest.mark.parametrize(("victim", "places"), in_turns(sorted(PLACES), (0, 1, 2)))
+def test_a_worker_dies_with_a_server_after_any_of_its_messages(places: str, victim: int) -> None:
+    require_that_a_worker_may_die_with_a_server(places, victim, Net)
+
+
+@pytest.mark.parametrize(("victim", "places"), in_turns(sorted(PLACES), (1, 2, 0)))
+def test_a_worker_dies_with_a_server_of_rows_after_any_of_its_messages(places: str, victim: int) -> None:
+    require_that_a_worker_may_die_with_a_server(places, victim, RowsNet)
 
 
 def net_of(places: str) -> Net:

@@ -21,6 +21,7 @@ from paceline.server.conversation import hear
 from paceline.server.tables import giving
 from paceline.server.tables.spec import TableSpec
 from paceline.server.tables.storage import TableFiles
+from tests.covering import in_turns
 from tests.unit.one_table import spec_of
 from tests.unit.replicated_rows import (
     EXACT,
@@ -69,9 +70,7 @@ def test_rows_outlive_two_deaths_with_two_replicas(rule: str, deaths: list[Death
         assert_each_gradient_counts_once(rule, hosts, deaths, seed, replicas=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("hosts", sorted(HOSTS))
+@pytest.mark.parametrize(("victim", "hosts"), in_turns(sorted(HOSTS), (1, 2, 0)))
 def test_a_death_after_any_message(hosts: str, victim: int) -> None:
     """Under two rules by turns, of which another victim has the other one. So are the last two that it has sent lost,
     which to the others is as if it had sent two less."""

@@ -23,6 +23,7 @@ from paceline.server.chains import Chain, Chains, from_body
 from paceline.server.replication import ToServer
 from paceline.server.spec import OptimizerSpec
 from paceline.strategies.parameter_server import ParameterServer
+from tests.covering import in_turns
 from tests.unit.replicated_servers import (
     DEATHS,
     EPOCH,
@@ -150,9 +151,7 @@ def test_a_newcomer_that_has_its_copy_already_is_told_that_it_gets_one() -> None
     assert {action.to for action in told if isinstance(action, ToServer)} == {first}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("hosts", sorted(HOSTS))
+@pytest.mark.parametrize(("victim", "hosts"), in_turns(sorted(HOSTS), (0, 1, 2)))
 def test_a_death_after_any_message(hosts: str, victim: int) -> None:
     for num_sent in range(1, 60):
         for num_lost in (0, 2):

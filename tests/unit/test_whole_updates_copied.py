@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.server.spec import Push
+from tests.covering import in_turns
 from tests.unit.outlived_copies import (
     NUM_WORKERS,
     PLACES,
@@ -145,9 +146,7 @@ def test_copies_are_made_anew(
     require_whole_batches(places, deaths, replicas=1, seed=seed, **about)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("places", sorted(PLACES))
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize(("victim", "places"), in_turns(sorted(PLACES), (0, 1, 2)))
 def test_a_worker_dies_with_a_server_after_any_of_its_messages(places: str, victim: int) -> None:
     for num_sent in range(1, 60):
         death = Death(victim, num_sent, num_lost=num_sent // 3 % 3)

@@ -33,7 +33,8 @@ class Remembering(Sampler[int]):
 
 def dealt_of(sampler: Sampler[int]) -> tuple[Dealt, Counter[int]]:
     """And how often each epoch was laid out."""
-    orders, laid_out = Orders(DataLoader(SAMPLES, batch_size=4, sampler=sampler), rank=0, size=2, seed=3), Counter[int]()
+    orders = Orders(DataLoader(SAMPLES, batch_size=4, sampler=sampler), rank=0, size=2, seed=3)
+    laid_out = Counter[int]()
     groups = orders.groups
 
     def counted(epoch: int) -> Iterator[object]:

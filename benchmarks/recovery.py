@@ -8,7 +8,8 @@ Paceline's; `torchrun` and `ray-train` end all workers and start as many again, 
 what a step takes. All run one after another in every round, so that a change of the machine's mood meets all of them.
 
 With --joins one worker joins those that train instead, and the pause is the longest time between two steps of the first
-one while that happens, less the median.
+one while that happens, less the median. It has two parts, with that median: until the joiner has its first batch, with
+the state that it has taken, and the joiner's first step, for which all wait.
 
     python benchmarks/recovery.py --workers 4 --runs 3 --only elastic
     python benchmarks/recovery.py --workers 3 --runs 5 --torchft .venv/apart/torchft/bin/python
@@ -32,7 +33,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
-from peers.deaths import Diary, Recovery, committed, last_step, recoveries, step_s
+from peers.deaths import Committed, Diary, Recovery, committed, last_step, recoveries, step_s
 from peers.workload import make_model, make_optimizer, train_step
 from report import load_average, tell
 from rich.table import Table
@@ -132,8 +133,23 @@ def _percentile_95(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
-def pause_at_join_s(*, workers: int, batch_size: int, model: str, strategy: str) -> tuple[float, float]:
-    """How long the others paused, and what a step took in the median of those before."""
+class Pause(NamedTuple):
+    """How long the first worker paused for a joiner, and what that was made of, in seconds."""
+
+    longer_s: float
+    """Than its median step before."""
+    step_s: float
+    """That."""
+    until_entered_s: float
+    """From the end of its last step without the joiner to the joiner's first batch."""
+    first_step_s: float
+    """The joiner's."""
+    later_step_s: float
+    """The joiner's, in the median."""
+
+
+def pause_at_join(*, workers: int, batch_size: int, model: str, strategy: str) -> Pause:
+    """In one run, in which one joins."""
     with tempfile.TemporaryDirectory() as directory:
         asking = Thread(target=_have_one_join, args=(Path(directory, "out"), workers + 1))
         asking.start()
@@ -147,11 +163,17 @@ def pause_at_join_s(*, workers: int, batch_size: int, model: str, strategy: str)
                 watcher=Quiet(),
             )
         asking.join()
-        committed_s = [each.when_s for each in committed(Path(directory))]
-        entered_s = committed(Path(directory), rank=workers)[0].when_s
-    gaps_s = [(after_s, after_s - before_s) for before_s, after_s in pairwise(committed_s)]
-    before_s = statistics.median(gap_s for when_s, gap_s in gaps_s if when_s < entered_s - NEAR_S)
-    return max(gap_s for when_s, gap_s in gaps_s if abs(when_s - entered_s) < NEAR_S) - before_s, before_s
+        return _pause(committed(Path(directory)), committed(Path(directory), rank=workers))
+
+
+def _pause(first: Sequence[Committed], joiner: Sequence[Committed]) -> Pause:
+    entered = joiner[0]
+    steps = [(after.when_s, after.when_s - before.when_s) for before, after in pairwise(first)]
+    step_s = statistics.median(took_s for when_s, took_s in steps if when_s < entered.when_s - NEAR_S)
+    longest_s = max(took_s for when_s, took_s in steps if abs(when_s - entered.when_s) < NEAR_S)
+    last_s = max(each.when_s for each in first if each.when_s < entered.begun_s)
+    later_s = statistics.median(each.when_s - each.begun_s for each in joiner[1:])
+    return Pause(longest_s - step_s, step_s, entered.begun_s - last_s, entered.when_s - entered.begun_s, later_s)
 
 
 def _have_one_join(out: Path, workers: int) -> None:
@@ -172,14 +194,13 @@ def _have_one_join(out: Path, workers: int) -> None:
 
 def tell_joins(args: argparse.Namespace) -> None:
     given = {name: getattr(args, name) for name in ("workers", "batch_size", "model", "strategy")}
-    pauses = [pause_at_join_s(**given) for _ in range(args.runs)]
-    found = [pause_s for pause_s, _ in pauses]
-    title = f"Pause at a join, {args.model}, {args.strategy}"
-    table = Table("joins", "median s", "least", "most", "a step s", title=title)
-    step_s = statistics.median(step_s for _, step_s in pauses)
-    row = (statistics.median(found), min(found), max(found))
-    table.add_row(str(len(found)), *(f"{each:.3f}" for each in row), f"{step_s:.3f}")
-    tell([table], {"workload": vars(args), "pause_s": found, "step_s": step_s, "load": load_average()})
+    pauses = [pause_at_join(**given) for _ in range(args.runs)]
+    titles = ("longer, s", "a step before", "until the joiner's first batch", "its first step", "its later steps")
+    table = Table("", *titles, title=f"Pause at {args.runs} joins, {args.model}, {args.strategy}")
+    for name, among in (("median", statistics.median), ("least", min), ("most", max)):
+        table.add_row(name, *(f"{among(column):.3f}" for column in zip(*pauses, strict=True)))
+    found = [pause._asdict() for pause in pauses]
+    tell([table], {"workload": vars(args), "pauses": found, "load": load_average()})
 
 
 def tell_deaths(args: argparse.Namespace) -> None:

@@ -24,6 +24,8 @@ class Committed(NamedTuple):
     when_s: float
     """Since the epoch."""
     step: int
+    begun_s: float = 0.0
+    """When its batch was there, before the forward pass."""
 
 
 class Recovery(NamedTuple):
@@ -48,14 +50,16 @@ class Diary:
         self._struck = Path(directory, f"struck-{rank}")
         self._dies_in = STEPS_APART * rank + SAVE_EVERY // 2
         self._first = next(model.parameters()) if dies and rank and not self._struck.exists() else None
+        self._begun_s = 0.0
         self._file = open(f"{directory}/steps-{rank}", "a", buffering=1)  # noqa: SIM115 - as long as the process
 
     def begin(self, step: int) -> None:
+        self._begun_s = time.time()
         if self._first is not None and step == self._dies_in:
             self._first.register_hook(partial(_die, self._struck, step))
 
     def end(self, step: int) -> None:
-        print(time.time(), step, file=self._file)
+        print(time.time(), step, self._begun_s, file=self._file)
 
 
 def _die(path: Path, step: int, _: object) -> None:
@@ -87,8 +91,8 @@ def _recovery(steps: list[Committed], struck_s: float, dies_in: int) -> Recovery
 
 
 def _read(line: str) -> Committed:
-    when_s, step = line.split()
-    return Committed(float(when_s), int(step))
+    when_s, step, *begun_s = line.split()
+    return Committed(float(when_s), int(step), *map(float, begun_s))
 
 
 def step_s(directory: Path) -> float:

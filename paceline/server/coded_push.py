@@ -49,7 +49,8 @@ class CodedPushes:
     """One worker's pushes to one server.
 
     A push is encoded once, whichever servers it is sent to: another one may take this one's place. What is left out
-    counts only when the server says that it has applied the push.
+    counts only when the server says that it has applied the push. Of one that stands in servers never say so: it brings
+    nothing of what is owed, which then cannot come twice.
 
     Args:
         server: its index in the group.
@@ -78,18 +79,18 @@ class CodedPushes:
         """Whether what a server gets goes through the codec."""
         return self._coding.beside or not is_beside
 
-    def take_along(self) -> None:
+    def take_along(self, *, stands_in: bool) -> None:
         """The gradients are there, and become what is owed in all: they go as they are, and nothing is left out."""
         for part in self._shards:
             part.raw = None
-            if part.left is None or not part.may_owe:
+            if part.left is None or not part.may_owe or stands_in:
                 continue
             for tensor, left in zip(part.gradients, part.left, strict=True):
                 tensor.add_(left, alpha=self._coding.codec.decay)
             part.left_next = [torch.zeros_like(left) for left in part.left]
 
-    def encode(self, *, step: int) -> None:
-        """The gradients are there."""
+    def encode(self, *, step: int, stands_in: bool) -> None:
+        """The gradients are there. `stands_in`: they are of samples that are another's."""
         codec = self._coding.codec
         encode_s, decode_s = codec.seconds_per_gbyte
         self._seed = derive(self._coding.seed, "push", step, self._rank)
@@ -98,7 +99,7 @@ class CodedPushes:
             part.left_next = []
             for number, tensor in enumerate(part.gradients):
                 seed = derive(self._seed, self._server, shard, number)
-                before = None if part.left is None else part.left[number]
+                before = None if part.left is None or stands_in else part.left[number]
                 payload, after = self._memory.encode(codec, tensor, before, seed=seed)
                 payloads += payload
                 if after is not None:

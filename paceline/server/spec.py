@@ -82,6 +82,11 @@ class Push(NamedTuple):
     codecs have left out of pushes before."""
 
     @property
+    def stands_in(self) -> bool:
+        """Whether it has no samples of its update, so that its gradient, if there is one, is of another's."""
+        return self.share is not None and not self.share.num_samples
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is nothing but a gradient, and what the worker has done."""
         return not (self.void or self.stop or self.groups or self.sender is not None or self.share) and (

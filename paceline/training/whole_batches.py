@@ -73,6 +73,7 @@ class WholeBatches:
         return self._outlived.leaves()
 
     def enters(self) -> bool:
+        self._dealt.lay_out(self._run.prepared.feed.loader.place.epoch)
         return self._outlived.enters()
 
     def give(self, place: Place) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.distributed.test_elastic import of, trained
 from tests.distributed.test_joining import held, joined, meanwhile
@@ -58,3 +59,22 @@ def test_one_joins_another_dies_and_one_leaves(tmp_path: Path, ray_here: None) -
     assert joined(out) == [2]
     assert [event["who"] for event in of(out, "lost")] == ["worker-0"]
     require_counted(out, epochs=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gone", [1, 2], ids=["an honest one dies", "the hostile one dies"])
+def test_workers_die_and_join_beside_a_hostile_one(tmp_path: Path, ray_here: None, gone: int) -> None:
+    """The last of three turns each of its gradients, before and after all have met anew, and nobody else does: not who
+    joins, even where the hostile one is dead. What others hear of its model counts as any worker's."""
+    given = ["--epochs", 3, "--turned", *held(8), "--fail", f"{gone}:14:kill"]
+    with meanwhile(tmp_path, {8: 4}, unrecorded=4, at_start=3):
+        out = trained(tmp_path, *given, workers=3, strategy=STRATEGY, elastic="2:4", eval_every=8, attack="sign-flip")
+    (told,) = of(out, "attack")
+    assert (told["details"]["hostile workers"], told["details"]["who joins"]) == ([2], "honest")
+    assert joined(out) == [3]
+    assert [event["who"] for event in of(out, "lost")] == [f"worker-{gone}"]
+    require_counted(out, epochs=3)
+    turned = {int(path.name[7:]): path.read_text().splitlines() for path in (out.parent / "log").glob("turned-*")}
+    trained_on = (out.parent / "log" / "rank-2").read_text().splitlines()
+    assert turned == {2: [str(step) for step in range(1, 1 + len(trained_on))]}
+    assert all(value.isfinite().all() for value in load_file(out / "model.safetensors").values())

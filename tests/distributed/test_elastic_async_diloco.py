@@ -4,13 +4,15 @@ changes, and each sample is in one of them, an epoch."""
 from __future__ import annotations
 
 import json
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.records import UpdateRecord, read_records
 from tests.distributed.test_elastic import of, trained
 from tests.distributed.test_elastic_servers import BEFORE_ASKING, meanwhile, told_of, updates
 from tests.distributed.test_joining import held, joined
@@ -19,20 +21,53 @@ pytestmark = pytest.mark.ray
 
 
 def strategy(quorum: int) -> str:
-    return f"async-diloco:every=3:outer=average:servers=2:quorum={quorum}"
+    return f"async-diloco:every={EVERY}:outer=average:servers=2:quorum={quorum}"
 
 
-def require_counted(out: Path, *, epochs: int = 2) -> None:
-    """Each change once on each server; where each is a round by itself the model tells of which samples."""
+EVERY, SAMPLES = 3, 96
+
+
+def changes(out: Path, *, until: float = math.inf) -> dict[int, list[list[int]]]:
+    """By round up to this one, the samples of each change in it: of so many steps of its worker, or of fewer where that
+    has left. What a worker has trained on since is in none."""
+    rows = [each for each in read_records(out, UpdateRecord) if each.server == 0]
+    found: dict[int, list[list[int]]] = defaultdict(list)
+    for rank in {each.worker for each in rows}:
+        steps = [line.split()[2:] for line in (out.parent / "log" / f"rank-{rank}").read_text().splitlines()]
+        own = sorted((each for each in rows if each.worker == rank), key=lambda each: each.clock)
+        for number, each in enumerate(own):
+            if each.iteration <= until:
+                of_change = steps[EVERY * number : EVERY * (number + 1)]
+                found[each.iteration].append([int(index) for step in of_change for index in step])
+    return found
+
+
+def require_same_changes(out: Path) -> None:
+    """On both servers, each once."""
     counted = Counter(updates(out))
     assert set(counted.values()) == {1}
     on_each = [{each[1:] for each in counted if each[0] == server} for server in range(2)]
     assert on_each[0] == on_each[1]
     assert not of(out, "left_over")
-    assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == epochs * 96
-    if "quorum=1" in json.dumps(json.loads((out / "manifest.json").read_text())):
-        for half in load_file(out / "model.safetensors").values():
-            assert torch.equal(half, torch.full((96,), float(epochs)))
+
+
+def require_counted(out: Path, *, epochs: int = 2, before: Path | None = None) -> None:
+    """And the model, which takes the mean of a round's changes, tells of which samples these are. `before`: the run
+    that this one goes on from, at its last checkpoint."""
+    require_same_changes(out)
+    assert json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])["samples"] == epochs * SAMPLES
+    rounds = [*changes(out).values()]
+    if before is not None:
+        rounds += changes(before, until=of(before, "checkpoint")[-1]["iteration"]).values()
+    assert Counter(index for some in rounds for change in some for index in change) == dict.fromkeys(
+        range(SAMPLES), epochs
+    )
+    wanted = torch.zeros(SAMPLES)
+    for some in rounds:
+        for change in some:
+            wanted += torch.bincount(torch.tensor(change), minlength=SAMPLES) / len(some)
+    for half in load_file(out / "model.safetensors").values():
+        torch.testing.assert_close(half, wanted)
 
 
 @pytest.mark.slow

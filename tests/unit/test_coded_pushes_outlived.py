@@ -14,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.aggregate import TrimmedMean
 from paceline.codec import TensorCodec
 from paceline.codec.base import Payload, Shape
 from paceline.elastic import Done
 from paceline.membership import Membership
 from paceline.messages import Message
 from paceline.server.coded_push import PushCoding
+from paceline.server.whole_updates import Share
 from tests.unit.protocol_net import EPOCH, LAYOUT, LR, RULES, Net, gradient
 from tests.unit.test_outlived_by_servers import STEPS, letting_go, lose_some
 
@@ -156,3 +158,45 @@ def test_what_is_left_out_is_sent_once(
 def test_some_is_left_out() -> None:
     """Or the test above would say nothing."""
     assert all(sent_by(worker, steps=STEPS, leaves_after=None)[1] for worker in range(3))
+
+
+@pytest.mark.parametrize("is_last", [False, True], ids=["coded", "of one who is to leave"])
+def test_what_stands_in_brings_nothing_of_what_is_owed(is_last: bool) -> None:
+    """Of three one has no samples in the second round, and its gradient is the one that the aggregator takes. What is
+    sent of the gradients with samples, and what is owed at last, are together these."""
+    lefts = [torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(3)]
+    net = Net(
+        [RULES["bsp"](Membership.first(3))],
+        [[False]] * 3,
+        randomness=random.Random(1),
+        piece_bytes=64,
+        outlives_workers=True,
+        coding=[PushCoding(Coarse(), seed=0, left=left, beside=True) for left in lefts],
+        aggregator=TrimmedMean(byzantine=1),
+    )
+
+    def ends_round(number: int, *values: float, samples: int, **about: bool) -> float:
+        """What the update was made of, where the last worker has so many samples."""
+        before = parameter()
+        for worker, value in enumerate(values):
+            share = Share(1 if worker < 2 else samples, 0, 0, number)
+            net.push(worker, value, share=share, done=Done(0, number), **(about if worker == 2 else {}))
+        net.run()
+        for client in net.clients:
+            client.require_done()
+            client.settle(client.reply())
+        return (before - parameter()) / LR
+
+    def parameter() -> float:
+        return float(net.servers[0].parts[0].shard.parameters[0].reshape(-1)[0])
+
+    def owed() -> float:
+        return float(LAYOUT.views(lefts[2])[0].reshape(-1)[0])
+
+    assert ends_round(1, 0.0, 400.0, 7.0, samples=1) == pytest.approx(4.0)
+    assert owed() == 3.0
+    stands_in = 6.0 if is_last else 4.0
+    assert ends_round(2, 0.0, 400.0, 6.0, samples=0, is_last=is_last) == pytest.approx(stands_in)
+    assert owed() == 3.0
+    assert ends_round(3, 0.0, 400.0, 6.0, samples=1, is_last=is_last) == pytest.approx(9.0 if is_last else 8.0)
+    assert owed() == (0.0 if is_last else 1.0)

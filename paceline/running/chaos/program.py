@@ -209,8 +209,7 @@ def _write_pushes(who: str, num_steps: list[int]) -> None:
 
     @functools.wraps(exchange)
     def written(group: ServerGroup, push: Push) -> Reply:
-        stands_in = push.share is not None and not push.share.num_samples
-        write(group.clock, counts=not (push.void or stands_in))
+        write(group.clock, counts=not (push.void or push.stands_in))
         return exchange(group, push)
 
     _replace(ServerGroup, "exchange", written)

@@ -52,6 +52,7 @@ class Dealt:
         self._is_taken_up = False  # cursor and round are where the next pass begins
         self._behind: deque[Callable[[], object]] | None = None
         """Of one who joins: ends one after another the rounds that others have made since they gave it their state."""
+        self._laid_out: tuple[int, list[Group]] | None = None
 
     def __len__(self) -> int:
         return len(self._orders)
@@ -125,6 +126,12 @@ class Dealt:
         if tuple(ranks) != self.ranks:
             self.resize(Membership(self._membership.epoch + 1, tuple(ranks)))
 
+    def lay_out(self, epoch: int) -> None:
+        """This pass may be the one in which this rank comes to take part. From then on the others wait for it, and to
+        lay out a million samples takes half a second."""
+        if self._orders.is_plain:  # others remember what they have drawn, and may draw a pass once
+            self._laid_out = epoch, list(self._orders.groups(epoch))
+
     def enter(self, behind: deque[Callable[[], object]]) -> None:
         """This rank takes part once all these rounds have been ended, in the one that others are then at, of which it
         has no samples."""
@@ -149,7 +156,7 @@ class Dealt:
         self._membership, self._is_taken_up = membership, True
 
     def parts(self, place: Place) -> Iterator[Part]:
-        groups = list(self._orders.groups(place.epoch))
+        groups = self._groups(place.epoch)
         if place.state is not None:
             self.take_up(place.state, self._membership)
             self.num_done_of_pass = place.num_batches_done
@@ -181,6 +188,10 @@ class Dealt:
             cursor = self._reached
         if self._end_pass is None:
             self.under_way = ()
+
+    def _groups(self, epoch: int) -> list[Group]:
+        laid_out, self._laid_out = self._laid_out, None
+        return laid_out[1] if laid_out is not None and laid_out[0] == epoch else list(self._orders.groups(epoch))
 
     @property
     def _reached(self) -> Cursor:

@@ -83,6 +83,11 @@ class Orders:
         """Whether it is known how many batches an epoch has."""
         return self._length is not None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether an epoch's order depends on nothing but its seed, however often it is drawn."""
+        return _is_plain(self._batch_sampler)
+
     def identity(self) -> dict[str, Any]:
         order = hashlib.blake2b(digest_size=8)
         with self._as_it_was():
@@ -97,7 +102,7 @@ class Orders:
 
     def pass_over(self, epoch: int) -> None:
         """Nothing of this epoch is trained on: samplers that know what they have drawn come to where they then are."""
-        if self._length is not None and not _is_plain(self._batch_sampler):
+        if self._length is not None and not self.is_plain:
             deque(self._drawn(epoch), maxlen=0)
 
     @contextmanager

@@ -26,6 +26,7 @@ parser.add_argument("--hold", type=int, action="append", default=[], help="an it
 parser.add_argument("--fail-giving", type=int, help="the rank that dies while it gives its state")
 parser.add_argument("--tally", action="store_true", help="a model that counts the samples of its updates, twice")
 parser.add_argument("--owed", action="store_true", help="write down what codecs have left out, after each step")
+parser.add_argument("--turned", action="store_true", help="write down of which steps another gradient was sent")
 parser.add_argument("--rows", action="store_true", help="of a table, which count the samples of a tally, too")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--samples", type=int, default=96)
@@ -149,8 +150,12 @@ for epoch in range(args.epochs):
         hook.remove()
         with (args.log / f"rank-{worker.rank}").open("a") as file:
             print(epoch, iteration, *index.tolist(), file=file)
+        own = [parameter.grad.clone() for parameter in model.parameters() if args.turned]
         optimizer.step()
         scheduler.step()
+        if any(not torch.equal(sent.grad, each) for sent, each in zip(model.parameters(), own, strict=False)):
+            with (args.log / f"turned-{worker.rank}").open("a") as file:
+                print(step, file=file)
         if args.owed:
             write_down_what_is_owed()
 print("the script came to its end")

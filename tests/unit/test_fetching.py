@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from paceline.training.sharding import RankBatch, ShardedLoader, UnpreparedLoaders
 from paceline.training.sharding.fetching import Fetching
@@ -73,6 +75,11 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "table of a script's own kind": lambda: DataLoader(table(Noisy), batch_size=4),
     "table, collated by the script": lambda: DataLoader(table(), batch_size=4, collate_fn=len),
     "subset": lambda: DataLoader(Subset(table(), range(2, NUM_SAMPLES)), batch_size=4),
+    "subset in an order of its own": lambda: DataLoader(Subset(table(), [5, -1, 0, 0, 7]), batch_size=2),
+    "subset of a subset": lambda: DataLoader(Subset(Subset(table(), np.arange(9)[::-1]), (8, 0, 3)), batch_size=2),
+    "subset by a tensor": lambda: DataLoader(Subset(table(), torch.tensor([4, 2, 2])), batch_size=2),  # type: ignore[arg-type]
+    "subset of a script's own kind": lambda: DataLoader(Subset(table(Noisy), range(5)), batch_size=2),
+    "subset by what is no number": lambda: DataLoader(Subset(TensorDataset(torch.ones(1, 2)), [True, 0]), batch_size=1),
     "data set that draws": lambda: DataLoader(Augmented(), batch_size=4),
     "data set that ends early": lambda: DataLoader(Ends(), batch_size=4),
     "data set of whole batches": lambda: DataLoader(Whole(), batch_size=4),
@@ -124,6 +131,48 @@ def test_a_table_may_get_other_tensors() -> None:
     next(parts)
     data.tensors = (torch.arange(NUM_SAMPLES),)
     assert [tensor.tolist() for tensor in next(parts).data] == [[NUM_SAMPLES - 1, 3]]
+
+
+PLAIN: dict[str, Callable[[], Dataset[Any]]] = {"table": table, "subset": lambda: Subset(table(), range(NUM_SAMPLES))}
+
+
+def fetched(data: Dataset[Any], *indices: Any) -> Any:
+    [part] = Fetching(DataLoader(data, batch_size=2), torch.Generator(), is_whole=True).parts([RankBatch(indices, 1.0)])
+    return part.data
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_row_that_is_not_there_is_told_as_torch_tells_it(name: str) -> None:
+    data = PLAIN[name]()
+    with pytest.raises(IndexError) as expected:
+        next(iter(DataLoader(data, batch_size=2, sampler=[0, NUM_SAMPLES])))
+    with pytest.raises(IndexError) as found:
+        fetched(data, 0, NUM_SAMPLES)
+    assert str(found.value) == str(expected.value)
+
+
+def test_what_is_no_number_selects_as_under_torch() -> None:
+    data = TensorDataset(torch.arange(2.0))
+    expected = next(iter(DataLoader(data, batch_size=2, sampler=[True, True])))
+    assert looks(fetched(data, True, True)) == looks(expected)
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+        fetched(data, 1, True)
+
+
+def test_what_is_fetched_in_place_of_torch_makes_no_tensor_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> NoReturn:
+        raise AssertionError("a row by itself")
+
+    monkeypatch.setattr(TensorDataset, "__getitem__", refused)
+    assert fetched(Subset(table(), [3, 1, 2]), 0, 2)[1].tolist() == [3, 2]
+
+
+def test_a_collation_that_the_script_has_changed_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def summed(batch: Any, **_: Any) -> Tensor:
+        return torch.stack(list(batch)).sum(0)
+
+    monkeypatch.setitem(default_collate_fn_map, Tensor, summed)
+    assert fetched(TensorDataset(torch.arange(5)), 1, 3)[0].item() == 4
 
 
 class ReadsAnother(Augmented):

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, MapDataPipe, TensorDataset, default_collate
+from torch.utils.data import DataLoader, MapDataPipe, Subset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from paceline.training.sharding.division import RankBatch
@@ -18,6 +20,8 @@ from paceline.training.sharding.rebuilding import rebuilt
 Fetch = Callable[[Any], Any]
 _UNSELECTABLE = {torch.uint16, torch.uint32, torch.uint64}
 """Whose rows torch stacks, but does not select."""
+_NUMBERS = {int, np.int64}
+"""What tells a row by its number, as `True` does not."""
 
 
 @final
@@ -48,7 +52,8 @@ class Fetching:
                     data = fetch(self._indices(batch))
                 except StopIteration:  # of the data set, by which torch's loader ends as well
                     return
-                yield Part(data, len(batch.samples), batch.weight)
+                # What `Part` does, without its call in Python.
+                yield tuple.__new__(Part, (data, len(batch.samples), batch.weight, None, None))
             return
         given: deque[RankBatch] = deque()
         self._batches, self._given = batches, given
@@ -74,10 +79,22 @@ def _here(loader: DataLoader[Any]) -> Fetch | None:
     if loader.num_workers or loader.pin_memory or is_profiled or isinstance(dataset, MapDataPipe):
         return None
     fetch: Fetch = _MapDatasetFetcher(dataset, loader._auto_collation, loader.collate_fn, loader.drop_last).fetch
-    is_table = type(dataset) is TensorDataset and loader.collate_fn is default_collate
-    if is_table and loader._auto_collation and all(map(_has_plain_rows, dataset.tensors)):
+    if loader.collate_fn is default_collate and loader._auto_collation and _stacks_rows() and _is_table(dataset):
         return partial(_rows, dataset, fetch)
     return fetch
+
+
+def _stacks_rows() -> bool:
+    """Whether torch's own collation is as it comes: scripts may add to it."""
+    known = default_collate_fn_map
+    return known.get(Tensor) is collate_tensor_fn and not any(issubclass(tuple, kind) for kind in known)
+
+
+def _is_table(dataset: Any) -> bool:
+    """Whether it is a plain `TensorDataset`, or a subset of one."""
+    while type(dataset) is Subset and isinstance(dataset.indices, list | tuple | range | np.ndarray):
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset and all(map(_has_plain_rows, dataset.tensors))
 
 
 def _has_plain_rows(tensor: Tensor) -> bool:
@@ -88,9 +105,16 @@ def _has_plain_rows(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_quantized
 
 
-def _rows(dataset: TensorDataset, fetch: Fetch, indices: Sequence[Any]) -> Any:
-    """A batch of a table, of which torch would make a tensor for each sample first."""
-    if type(indices[0]) is not int or min(indices) < 0:
+def _rows(dataset: Any, fetch: Fetch, indices: Sequence[Any]) -> Any:
+    """A batch of a table, or of a subset of one, of which torch would make a tensor for each sample first."""
+    table, rows = dataset, indices
+    while type(table) is Subset:
+        within = table.indices
+        table, rows = table.dataset, [within[row] for row in rows]
+    if not _NUMBERS.issuperset(map(type, rows)) or min(rows) < 0:
         return fetch(indices)
-    rows = torch.frombuffer(array("q", indices), dtype=torch.int64)
-    return [tensor.index_select(0, rows) for tensor in dataset.tensors]
+    try:
+        selected = torch.frombuffer(array("q", rows), dtype=torch.int64)
+        return [tensor.index_select(0, selected) for tensor in table.tensors]
+    except (IndexError, RuntimeError, OverflowError):  # there is no such row: torch's loader says which
+        return fetch(indices)

@@ -29,8 +29,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from hot_path_checks import Spent, unchecked
-from hot_path_contenders import CONTENDERS, MEETING_BY_ADDRESS, PLAIN, STRATEGIES, UNCHECKED, Servers, Worker
+from hot_path_checks import Spent, unchecked, unhooked
+from hot_path_contenders import CONTENDERS, DDP, MEETING_BY_ADDRESS, PLAIN, STRATEGIES, UNCHECKED, Servers, Worker
 from peers.workload import share_cores
 from report import tell
 from rich.table import Table
@@ -77,7 +77,8 @@ def work(
         for name in order:
             step = contenders[name]
             counts = spent[name].counted() if counts_checks else nullcontext()
-            with worker.turn_of(name), unchecked() if name.endswith(UNCHECKED) else counts:
+            hooks = unhooked() if name in (*PLAIN, DDP) else nullcontext()
+            with worker.turn_of(name), hooks, unchecked() if name.endswith(UNCHECKED) else counts:
                 step()  # brings the contender's memory into caches
                 worker.finish()
                 worker.meet()

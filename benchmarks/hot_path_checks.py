@@ -6,7 +6,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -61,8 +61,13 @@ def unchecked() -> Iterator[None]:
     with ExitStack() as stack:
         for home, name, instead in CHECKS:
             stack.enter_context(patch.object(home, name, instead))
-        stack.enter_context(patch.object(OPTIMIZERS, "_global_optimizer_pre_hooks", OrderedDict()))
+        stack.enter_context(unhooked())
         yield
+
+
+def unhooked() -> AbstractContextManager[Any]:
+    """No hook on all optimizers' steps, as in a process that does not use Paceline."""
+    return patch.object(OPTIMIZERS, "_global_optimizer_pre_hooks", OrderedDict())
 
 
 class Spent:

@@ -101,8 +101,9 @@ class ClientBatches:
         end = self._batch_size * self._num_batches(len(samples))
         for _ in range(self._epochs):
             order = samples[torch.randperm(len(samples), generator=generator)] if self._is_shuffled else samples
-            for batch in order[:end].split(self._batch_size):
-                yield RankBatch(tuple(batch.tolist()), 1.0)
+            numbers = order[:end].tolist()  # at once: a tensor for each batch takes 7 us
+            for first in range(0, end, self._batch_size):
+                yield RankBatch(tuple(numbers[first : first + self._batch_size]), 1.0)
 
     def _num_batches(self, num_samples: int) -> int:
         return num_samples // self._batch_size if self._drop_last else -(-num_samples // self._batch_size)

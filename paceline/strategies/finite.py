@@ -44,13 +44,15 @@ def step_alone(
 def may_step(replica: Replica, policy: NonFinitePolicy, *, rank: int, step: int) -> bool:
     """Whether the optimizer is to step with the gradients that it has. Raises NonFiniteGradient if one is not finite
     and the policy says `raise`."""
-    if policy == "allow" or is_skipped_by_scaler(replica.optimizer):
-        return True  # a scaler skips by itself
+    if policy == "allow":
+        return True
     culprit = nonfinite_row(replica.tables) if replica.tables else None
     if culprit is None:
         if _seem_finite(replica.parameters, are_real_on_cpu=replica.is_real_on_cpu):
             return True
         culprit = _nonfinite_parameter(replica)
+    if is_skipped_by_scaler(replica.optimizer):
+        return True  # a scaler skips by itself
     if culprit is not None and policy == "raise":
         raise non_finite(rank=rank, step=step, parameter=culprit)
     return culprit is None
@@ -80,14 +82,11 @@ def _seem_finite(parameters: Iterable[Tensor], *, are_real_on_cpu: bool) -> bool
     gradients = [g.coalesce().values() if g.is_sparse else g for p in parameters if (g := p.grad) is not None]
     if not are_real_on_cpu:
         return not gradients or math.isfinite(get_total_norm(gradients).item())
-    few = []
-    for gradient in gradients:
-        if gradient.numel() < _MANY and gradient.is_contiguous():  # one that is expanded could not be written
-            few.append(gradient)
-        elif not math.isfinite(gradient.sum().item()):
-            return False
+    for place, gradient in enumerate(gradients):
+        if gradient.numel() >= _MANY or not gradient.is_contiguous():  # one that is expanded could not be written
+            gradients[place] = gradient.sum()
     # One call for all, which also writes what it reads.
-    torch._amp_foreach_non_finite_check_and_unscale_(few, _found, _one)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, _found, _one)
     if not _is_found:
         return True
     _found.zero_()

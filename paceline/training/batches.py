@@ -113,7 +113,8 @@ class Batches:
             handouts.look_back()
             if not self._run.steps:
                 self._unstepped.look(has_trained=handouts.has_trained)
-            self._course.settle()
+            if self._course.unsettled is not None or self._run.has_ended:
+                self._course.settle()
             if self._survivor is not None:
                 self._course.come_or_leave()
             return

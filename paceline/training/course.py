@@ -44,7 +44,9 @@ class Course:
         self._others_left = False  # a worker's script has ended, and with it the run
         self._refusal: PacelineError | None = None
         self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
-        self._unsettled: StepOutcome | None = None  # of a step after which nobody has looked for a pause yet
+        self.unsettled: StepOutcome | None = None
+        """Of a step after which something may be due before the next one, for which nobody has looked yet."""
+        self._looks_always = survivor is not None or run.traits.shows_model
 
     def is_over(self) -> bool:
         """No further batch is to be given."""
@@ -105,7 +107,7 @@ class Course:
             self.start_once()
         if self._unrecorded is not None:
             self.record_late()
-        if self._unsettled is not None:
+        if self.unsettled is not None:
             self.settle()
         if self._run.has_ended:
             raise BudgetReached("the run has ended; loop over the prepared loader, which ends with it")
@@ -117,9 +119,11 @@ class Course:
         else:
             self._unrecorded = samples, outcome
         self._take(outcome)
-        self._unsettled = outcome
-        if outcome.iteration >= self._cadence.next_pause:
+        pauses = outcome.iteration >= self._cadence.next_pause
+        if pauses:
             self._pauses.note_settings()
+        if pauses or outcome.stop or outcome.meets or not outcome.admitted or self._looks_always:  # else a call less
+            self.unsettled = outcome
 
     def settle(self, *, waits: bool = True) -> None:
         """Between two steps: pause where that is due, and wait for admission where a pause was entered without it.
@@ -127,7 +131,7 @@ class Course:
         Args:
             waits: whether to; a client's turn that begins does so, too.
         """
-        outcome, self._unsettled = self._unsettled, None
+        outcome, self.unsettled = self.unsettled, None
         has_met = False
         while outcome is not None and not self._run.has_ended:
             if outcome.meets or outcome.iteration >= self._cadence.next_pause:
@@ -207,7 +211,7 @@ class Course:
                 self.joins, self.has_started = False, True
                 self._run.prepared.account.start()
                 if self._run.traits.has_lanes:  # the exchange says when it goes on, and where the run is
-                    self._unsettled = StepOutcome(self._run.iteration, admitted=False)
+                    self.unsettled = StepOutcome(self._run.iteration, admitted=False)
         elif self._survivor.leaves():
             self.has_finished = self._run.has_ended = True
             raise BudgetReached("this worker leaves the run")
@@ -218,12 +222,10 @@ class Course:
         run, iteration = self._run, self._run.prepared.synchronizer.iteration
         if iteration > run.iteration:
             # Who has just joined still waits for admission: a gradient without it would not count.
-            outcome = (
-                StepOutcome(iteration) if self._unsettled is None else self._unsettled._replace(iteration=iteration)
-            )
-            self._unsettled = outcome
+            outcome = StepOutcome(iteration) if self.unsettled is None else self.unsettled._replace(iteration=iteration)
+            self.unsettled = outcome
             self._take(outcome)
-        if self._unsettled is not None:
+        if self.unsettled is not None:
             self.settle()
         return not run.has_ended
 
@@ -239,7 +241,9 @@ class Course:
         last when the script comes for more."""
         if self._unrecorded is not None:
             (samples, outcome), self._unrecorded = self._unrecorded, None
-            self._record(samples, outcome._replace(iteration=max(iteration, outcome.iteration)))
+            if iteration > outcome.iteration:
+                outcome = outcome._replace(iteration=iteration)
+            self._record(samples, outcome)
 
     # --- a client's turns -------------------------------------------------------------------------------------
 
@@ -256,7 +260,7 @@ class Course:
     def end_turn(self) -> int:
         """The client whose turn it is, if there is one, gives what it has; returns the iteration after that."""
         with self._pausing():
-            self._unsettled = outcome = self._run.prepared.synchronizer.end_turn()
+            self.unsettled = outcome = self._run.prepared.synchronizer.end_turn()
         self._take(outcome)
         return outcome.iteration
 

@@ -184,64 +184,61 @@ class ShardedLoader(StandIn):
         self._is_in_pass, self.place = False, Place(self._resume_at.epoch, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        with self._tell:
-            yield from self._batches()
-
-    def _batches(self) -> Iterator[Any]:
-        self._on_return()
-        self._after_end.begin()
-        if self._should_stop():
-            if self._orders is not None and self._source is self._orders and self._after_end.has_batches():
-                yield from (part.data for part in self._orders.parts(Place(self.place.epoch, 0)))
-                return
-            self._num_idle_epochs += 1
-            if self._num_idle_epochs > _MAX_IDLE_EPOCHS:
-                raise BudgetReached("the run has ended, and the script goes on asking for epochs")
-            return
-        if self._is_in_pass:  # which the script has left, and keeps
-            self._is_in_pass, self.place = False, Place(self.place.epoch + 1, 0)
-        epoch = self.place.epoch
-        if self._resume_at is not None and epoch < self._resume_at.epoch:
-            self._look(reads=False)
-            self.place = Place(epoch + 1, 0)
-            if self._orders is not None:
-                self._orders.pass_over(epoch)
-            return
-        is_resumed = self._resume_at is not None
-        self.place, self._resume_at = self._resume_at or Place(epoch, 0), None
-        if is_resumed:
-            self._on_position()
-        self._on_pass()
-        if self._should_stop():
-            return
-        self._num_passes += 1
-        own_pass, own = self._num_passes, vars(self)  # which no script sets here, so that StandIn need not look
-        self._is_in_pass = True
-        self._look(reads=True)
-        for part in self._source.parts(self.place):
-            if not self._is_compared:
-                self._require_same_samples()
-            if self._poison is not None:
-                part = part._replace(data=self._poison(part.data))
-            self._on_part(part, self.place)
-            own["place"] = Place(epoch, self.place.num_batches_done + 1, part.state)
-            try:
-                yield part.data
-            except GeneratorExit:
-                if not self._should_stop() and own_pass == self._num_passes:
-                    self._is_in_pass, self.place = False, Place(epoch + 1, 0)
-                raise
-            if own_pass != self._num_passes:
-                raise UsageError(
-                    f"rank {self._rank}: the script goes on with a pass over the loader after it has begun another, "
-                    "and nothing tells where in its data the run is; end one before the other, or prepare two loaders "
-                    "by name: prepare(..., first=loader, second=another)"
-                )
+        with self._tell:  # here, as each batch passes every generator
             self._on_return()
+            self._after_end.begin()
+            if self._should_stop():
+                if self._orders is not None and self._source is self._orders and self._after_end.has_batches():
+                    yield from (part.data for part in self._orders.parts(Place(self.place.epoch, 0)))
+                    return
+                self._num_idle_epochs += 1
+                if self._num_idle_epochs > _MAX_IDLE_EPOCHS:
+                    raise BudgetReached("the run has ended, and the script goes on asking for epochs")
+                return
+            if self._is_in_pass:  # which the script has left, and keeps
+                self._is_in_pass, self.place = False, Place(self.place.epoch + 1, 0)
+            epoch = self.place.epoch
+            if self._resume_at is not None and epoch < self._resume_at.epoch:
+                self._look(reads=False)
+                self.place = Place(epoch + 1, 0)
+                if self._orders is not None:
+                    self._orders.pass_over(epoch)
+                return
+            is_resumed = self._resume_at is not None
+            self.place, self._resume_at = self._resume_at or Place(epoch, 0), None
+            if is_resumed:
+                self._on_position()
+            self._on_pass()
             if self._should_stop():
                 return
-        self._is_in_pass, self.place = False, Place(epoch + 1, 0)
-        self._on_pass_end()
+            self._num_passes += 1
+            own_pass, own = self._num_passes, vars(self)  # which no script sets here, so that StandIn need not look
+            self._is_in_pass = True
+            self._look(reads=True)
+            for part in self._source.parts(self.place):
+                if not self._is_compared:
+                    self._require_same_samples()
+                if self._poison is not None:
+                    part = part._replace(data=self._poison(part.data))
+                self._on_part(part, self.place)
+                own["place"] = tuple.__new__(Place, (epoch, self.place.num_batches_done + 1, part.state))
+                try:
+                    yield part.data
+                except GeneratorExit:
+                    if not self._should_stop() and own_pass == self._num_passes:
+                        self._is_in_pass, self.place = False, Place(epoch + 1, 0)
+                    raise
+                if own_pass != self._num_passes:
+                    raise UsageError(
+                        f"rank {self._rank}: the script goes on with a pass over the loader after it has begun "
+                        "another, and nothing tells where in its data the run is; end one before the other, or prepare "
+                        "two loaders by name: prepare(..., first=loader, second=another)"
+                    )
+                self._on_return()
+                if self._should_stop():
+                    return
+            self._is_in_pass, self.place = False, Place(epoch + 1, 0)
+            self._on_pass_end()
 
     def _look(self, *, reads: bool) -> None:
         """A pass begins. `reads`: batches will be read in it."""

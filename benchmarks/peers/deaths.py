@@ -75,19 +75,19 @@ def committed(directory: Path, *, rank: int = 0) -> list[Committed]:
 def recoveries(directory: Path) -> list[Recovery]:
     """One for each death of a run."""
     steps = committed(directory)
-    return [_recovery(steps, *_read(path.read_text())) for path in sorted(directory.glob("struck-*"))]
+    return [_recovery(steps, _read(path.read_text())) for path in sorted(directory.glob("struck-*"))]
 
 
-def _recovery(steps: list[Committed], struck_s: float, dies_in: int) -> Recovery:
+def _recovery(steps: list[Committed], death: Committed) -> Recovery:
     """What rank 0 did after that: whoever has its process restarted does a step that it had done before."""
     repeats = [later.step <= earlier.step for earlier, later in pairwise([Committed(0.0, 0), *steps])]
     after = [
         each
         for each, is_repeated in zip(steps, repeats, strict=True)
-        if each.when_s > struck_s and (is_repeated or each.step >= dies_in)
+        if each.when_s > death.when_s and (is_repeated or each.step >= death.step)
     ]
-    new = next(each for each in after if each.step >= dies_in)
-    return Recovery(after[0].when_s - struck_s, new.when_s - struck_s, dies_in - after[0].step)
+    new = next(each for each in after if each.step >= death.step)
+    return Recovery(after[0].when_s - death.when_s, new.when_s - death.when_s, death.step - after[0].step)
 
 
 def _read(line: str) -> Committed:

@@ -111,6 +111,8 @@ def test_a_job_follows_its_hosts_and_outlives_a_killed_worker(tmp_path: Path) ->
     out, err = job.end()
     assert job.process.returncode == 0, err
     assert out == "[0]<stdout>:sizes [2, 3, 1]\n"
+    assert "\nthe job goes on with 3 workers, of whom 1 is new\n" in f"\n{err}"
+    assert "rank 0 on localhost was ended by signal 9; the job goes on with 1 worker\n" in err
     survivor = [each for each in job.said() if each[5] == "127.0.0.1"]
     assert survivor[-1][3:5] == [0, 1]
     steps = [each[2] for each in survivor]

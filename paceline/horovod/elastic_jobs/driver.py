@@ -66,6 +66,8 @@ class Enter(NamedTuple):
     """Those of them that are new, and have to be brought the state."""
     waited_s: float
     """How long the first of the others has waited for it."""
+    failures: tuple[str, ...]
+    """How workers of the membership before have failed."""
 
     @property
     def has_newcomers(self) -> bool:
@@ -271,6 +273,7 @@ class Driver:
             del self._workers[number]
         for worker in chosen:
             worker.epoch, worker.waits_since_s, worker.is_awaited = self._epoch, None, False
+        failures = tuple(self._failures)
         self._failures, self._told, self._planned, self._short_since_s = [], 0, None, None
         entering = Enter(
             self._membership,
@@ -278,6 +281,7 @@ class Driver:
             tuple(worker.host for worker in chosen),
             joined,
             waited_s,
+            failures,
         )
         return [*map(Stop, dropped), entering]
 

@@ -120,10 +120,18 @@ class Loop:
         self.ranks = {worker: rank for rank, worker in enumerate(entering.workers)}
         members = [self._about.pop(worker) for worker in entering.workers]
         if self._epoch > 1:
+            print(_in_words(entering), file=sys.stderr)
             self._fleet.note(_reformed(entering, members))
         about = {"epoch": self._epoch, "has_newcomers": entering.has_newcomers, "members": members}
         for worker, place in zip(entering.workers, places(entering.hosts), strict=True):
             self._fleet.tell(worker, {"kind": "enter", "place": place, **about})
+
+
+def _in_words(entering: Enter) -> str:
+    number, new = len(entering.workers), len(entering.joined)
+    members = "1 worker" if number == 1 else f"{number} workers"
+    newcomers = f", of whom {new} {'is' if new == 1 else 'are'} new" if new else ""
+    return "; ".join((*entering.failures, f"the job goes on with {members}{newcomers}"))
 
 
 def _reformed(entering: Enter, members: Sequence[Mapping[str, Any]]) -> EventRecord:

@@ -73,8 +73,8 @@ def pushes(monkeypatch: pytest.MonkeyPatch) -> Pushes:
         left = whole(shard.left_next or nothing)
         found[pushed._server, pushed._rank].append(Push(own, owed, whole(gradients), left, name == "take_along"))
 
-    monkeypatch.setattr(CodedPushes, "encode", lambda self, *, step: recorded("encode", self, step=step))
-    monkeypatch.setattr(CodedPushes, "take_along", lambda self: recorded("take_along", self))
+    monkeypatch.setattr(CodedPushes, "encode", lambda self, **given: recorded("encode", self, **given))
+    monkeypatch.setattr(CodedPushes, "take_along", lambda self, **given: recorded("take_along", self, **given))
     return found
 
 

@@ -19,8 +19,20 @@ from paceline.server.tables.table import Table
 T = TypeVar("T")
 _ANCHOR = torch.empty(0, requires_grad=True)
 """Rows are made from it, so that backward comes to them."""
-look_at: ContextVar[Callable[["ShardedEmbedding"], None] | None] = ContextVar("look_at_table", default=None)
-"""Who looks at each table whose rows the script reads in order to train. Virtual workers have a context each."""
+
+
+class Watch(Protocol):
+    """Who looks at what a worker's script does with tables."""
+
+    def reads(self, table: "ShardedEmbedding") -> None:
+        """The script is about to read rows for which backward may find gradients."""
+
+    def updates(self, table: "ShardedEmbedding") -> None:
+        """The script itself is about to update rows in this process."""
+
+
+watch: ContextVar[Watch | None] = ContextVar("watch_of_tables", default=None)
+"""Of the worker that runs here: virtual ones have a context each."""
 
 
 class Holder(Protocol):
@@ -161,6 +173,9 @@ class ShardedEmbedding(nn.Module):
             raise UsageError(
                 f"table {self.spec.name!r}: the servers update its rows, when the optimizer that was prepared steps"
             )
+        watching = watch.get()
+        if watching is not None:
+            watching.updates(self)
         gradients = self.take_gradients()
         if gradients is not None:
             self._own.require(gradients)
@@ -280,9 +295,9 @@ class ShardedEmbedding(nn.Module):
         if not trains:
             return read()
         self._require_unscaled(keys.device.type)
-        look = look_at.get()
-        if look is not None:
-            look(self)
+        watching = watch.get()
+        if watching is not None:
+            watching.reads(self)
         rows: Tensor = _Noted.apply(_ANCHOR, read, partial(self._note, own))  # type: ignore[no-untyped-call]
         return rows
 

@@ -50,7 +50,7 @@ class Answering:
         self.parts: list[Part] = []
         self.numbered_parts: list[tuple[int, Part]] = []
         self.is_timed = False
-        """Whether the last shard, which decides for others, is to be told when it is how late."""
+        """Whether the last shard, which decides for the others, needs to be told the time."""
         self.clients: dict[int, Client] = {}
         self.is_in_turn = False
         """Whether pieces pass links a few at a time: there are more, and each needs every worker's gradient."""

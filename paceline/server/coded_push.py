@@ -49,8 +49,8 @@ class CodedPushes:
     """One worker's pushes to one server.
 
     A push is encoded once, whichever servers it is sent to: another one may take this one's place. What is left out
-    counts only when the server says that it has applied the push. Of one that stands in servers never say so: it brings
-    nothing of what is owed, which then cannot come twice.
+    counts only when the server says that it has applied the push. Servers never say so of a push that
+    stands in. So that nothing comes twice, it brings nothing of what is owed.
 
     Args:
         server: its index in the group.
@@ -90,7 +90,7 @@ class CodedPushes:
             part.left_next = [torch.zeros_like(left) for left in part.left]
 
     def encode(self, *, step: int, stands_in: bool) -> None:
-        """The gradients are there. `stands_in`: they are of samples that are another's."""
+        """The gradients are there. `stands_in`: they are of another worker's samples."""
         codec = self._coding.codec
         encode_s, decode_s = codec.seconds_per_gbyte
         self._seed = derive(self._coding.seed, "push", step, self._rank)

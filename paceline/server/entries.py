@@ -141,7 +141,7 @@ def of_whole(core: ServerCore, attached: Iterable[Message], *, attempt: int = 0)
     held = [of_held(*core.intake.held_push(push.sender)) for push in core.pushes.all_held()]
     fields = state_fields(core.parts)
     state = Message(Kind.REPLICATE, 0, **{**fields, "body": {**fields["body"], "what": _STATE}})
-    pushes = _entry({"what": _PUSHES, "counted": counted, "gone": list(core.members.gone)})
+    pushes = _entry({"what": _PUSHES, "counted": counted, "gone": list(core.attendance.gone)})
     return [_entry({"what": _WHOLE, "attempt": attempt}), *attached, *shards, state, pushes, *held]
 
 
@@ -190,7 +190,7 @@ def apply(
             for push in body["counted"]:
                 core.pushes.count(whole_pushes.from_body(push))
             for worker in body["gone"]:
-                core.members.part_with(worker)
+                core.attendance.part_with(worker)
         elif what == _ROWS:
             updates = [core.tables.read_update(told) for told in body["updates"]]
             from_frames(entry.payload, [tensor for update in updates for tensor in update.gradients])
@@ -211,12 +211,12 @@ def apply(
         elif what == _LET_GO:
             counts = body["counts"]
             _do_alone(
-                core.members.let_go(body["worker"], None if counts is None else whole_pushes.from_body(counts), 0.0)
+                core.attendance.let_go(body["worker"], None if counts is None else whole_pushes.from_body(counts), 0.0)
             )
         elif what == _EXPECTED:
-            core.members.expect(body["worker"])
+            core.attendance.expect(body["worker"])
         elif what == _LET_IN:
-            _do_alone(core.members.let_in(body["worker"], body["at"], 0.0))
+            _do_alone(core.attendance.let_in(body["worker"], body["at"], 0.0))
         else:
             raise ValueError(f"{what!r} is none")
     except (LookupError, TypeError, ValueError) as error:

@@ -150,25 +150,25 @@ class Replication:
         return self._commit([Send(message.sender, answer)], [replace(self._attached[message.sender])])
 
     def part_with(self, worker: int, say: Callable[[Any], object]) -> Iterator[CopyAction]:
-        """Do `Members.part_with`, and say what every copy has of the worker."""
-        return self._commit([Said(say, self._core.members.part_with(worker))], [])
+        """Do `Attendance.part_with`, and say what every copy has of the worker."""
+        return self._commit([Said(say, self._core.attendance.part_with(worker))], [])
 
     def let_go(
         self, worker: int, counts: Message | None, say: Callable[[Any], object], now_s: float
     ) -> Iterator[CopyAction]:
-        """Do `Members.let_go` on every copy, and say `Members.decided`: rules that have copies decide for none but
+        """Do `Attendance.let_go` on every copy, and say `decided`: rules that have copies decide for none but
         themselves."""
-        actions = list(self._core.members.let_go(worker, counts, now_s))
-        return self._commit([*actions, Said(say, self._core.members.decided)], [entries.of_let_go(worker, counts)])
+        actions = list(self._core.attendance.let_go(worker, counts, now_s))
+        return self._commit([*actions, Said(say, self._core.attendance.decided)], [entries.of_let_go(worker, counts)])
 
     def expect(self, worker: int, say: Callable[[Any], object]) -> Iterator[CopyAction]:
-        """Do `Members.expect` on every copy, and say its clock."""
-        clock = self._core.members.expect(worker)
+        """Do `Attendance.expect` on every copy, and say its clock."""
+        clock = self._core.attendance.expect(worker)
         return self._commit([Said(say, clock)], [entries.of_expected(worker)])
 
     def let_in(self, worker: int, clock: int, say: Callable[[Any], object], now_s: float) -> Iterator[CopyAction]:
-        """Do `Members.let_in` on every copy."""
-        actions = list(self._core.members.let_in(worker, clock, now_s))
+        """Do `Attendance.let_in` on every copy."""
+        actions = list(self._core.attendance.let_in(worker, clock, now_s))
         return self._commit([*actions, Said(say, None)], [entries.of_let_in(worker, clock)])
 
     def reform(self, chain: Chain) -> Iterator[CopyAction]:
@@ -291,7 +291,8 @@ class Replication:
         self._lacks_memory |= not self._reach(message)
 
     def _take_whole(self, entry: Message) -> Iterator[CopyAction]:
-        """An entry of all that the copy before has. Each has the number of the last one that is part of that copy."""
+        """Take one entry of the whole copy that the server before sends. Each has the number of the last entry that is
+        part of that copy."""
         attempt = entries.attempt_of(entry)
         if attempt is not None:
             self._change.clear()
@@ -311,7 +312,7 @@ class Replication:
 
     def _go_on(self) -> Iterator[CopyAction]:
         """Do what waits until all that is here can be copied."""
-        if (self._newcomer is not None or self._chain.handover is not None) and self._core.members.can_be_copied:
+        if (self._newcomer is not None or self._chain.handover is not None) and self._core.attendance.can_be_copied:
             yield from self._welcome()
             yield from self._stop()
 
@@ -347,7 +348,9 @@ class Replication:
 
     def _all_but_tables(self) -> list[Message]:
         """Raises WireError."""
-        attached = [replace(entry) for worker, entry in self._attached.items() if worker not in self._core.members.gone]
+        attached = [
+            replace(entry) for worker, entry in self._attached.items() if worker not in self._core.attendance.gone
+        ]
         return entries.of_whole(self._core, attached, attempt=self._num_attempts)
 
     def _numbered(self, whole: list[Message]) -> list[Message]:

@@ -13,8 +13,8 @@ from paceline.messages import APART, FRAME_BYTES, Kind, Message, WireError
 from paceline.server.actions import Action, Send
 from paceline.server.admission import ProtocolError
 from paceline.server.answering import Answering, Client, with_tensors
+from paceline.server.attendance import Attendance
 from paceline.server.intake import Intake
-from paceline.server.members import Members
 from paceline.server.part import Part, build_part, require_fitting
 from paceline.server.part_state import initialise, set_state, state_fields
 from paceline.server.ranges import in_shards
@@ -31,7 +31,7 @@ _ERROR_LENGTH = 4000
 class ServerCore:
     """Holds one key range in shards, and does what workers ask.
 
-    What they push, `intake` takes; who they are, `members` knows.
+    What they push, `intake` takes; who they are, `attendance` knows.
 
     Args:
         index: which server of the group this is.
@@ -48,7 +48,7 @@ class ServerCore:
         self.pushes = WholePushes()
         """Where servers outlive workers, what counts of theirs and what is held."""
         self.intake = Intake(self._answering, self.pushes)
-        self.members = Members(self._answering, self.intake, self.pushes)
+        self.attendance = Attendance(self._answering, self.intake, self.pushes)
         self._outlives_workers = False
         self._handlers: dict[Kind, Callable[[Client, Message, float], Iterator[Action]]] = {
             Kind.INITIALISE: self._initialise,
@@ -113,7 +113,7 @@ class ServerCore:
         answering = self._answering
         answering.set_parts(built)
         self.intake.configure(spec)
-        self.members.is_copied_apart = spec.is_copied_apart
+        self.attendance.is_copied_apart = spec.is_copied_apart
         self._outlives_workers = spec.outlives_workers
         # Where a push counts whole, no piece is answered before all have come.
         needs_all = all(part.shard.needs_all for part in self.parts) and not self._outlives_workers
@@ -170,7 +170,7 @@ class ServerCore:
         Where a message is refused, only its sender hears of it. After any other exception the server cannot go on:
         some of its shards may have been updated.
         """
-        if message.sender in self.members.gone:
+        if message.sender in self.attendance.gone:
             return
         try:
             handler, client = self._handlers.get(message.kind), self._clients.get(message.sender)
@@ -206,7 +206,7 @@ class ServerCore:
     @property
     def is_quiet(self) -> bool:
         """Whether all workers are beside, and those who have all tensors could go on without this server."""
-        active, gone, clients = self.members.active, self.members.gone, self._clients
+        active, gone, clients = self.attendance.active, self.attendance.gone, self._clients
         are_here = gone.isdisjoint(active) and all(rank in clients and clients[rank].is_beside for rank in active)
         # Who dies takes rows back with a push that does not count, of which this server has to know.
         has_rows = self.tables.has_waiting or (self._outlives_workers and self.tables.are_open)
@@ -250,15 +250,15 @@ class ServerCore:
             yield Send(message.sender, self.message(Kind.ANSWER, tensor_bytes=self._answering.range_bytes))
 
     def _leave(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
-        yield from self.members.leave(client, message.sender, now_s)
+        yield from self.attendance.leave(client, message.sender, now_s)
         yield Send(message.sender, self.message(Kind.OK))
 
     def _step_aside(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
-        yield from self.members.step_aside(message.sender, now_s)
+        yield from self.attendance.step_aside(message.sender, now_s)
         yield Send(message.sender, self.message(Kind.OK))
 
     def _come_back(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:
-        self.members.come_back(message.sender)
+        self.attendance.come_back(message.sender)
         yield Send(message.sender, self.message(Kind.OK))
 
     def _get_state(self, client: Client, message: Message, now_s: float) -> Iterator[Action]:

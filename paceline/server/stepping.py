@@ -27,7 +27,7 @@ class Stepping:
         self.in_force: Groups = self._initial
         """What the last step was made with."""
         self.known: dict[int, tuple[int, Groups]] = {}
-        """By worker: what it has set last, and from which of its clocks on."""
+        """By worker, what it has set last, and from which of its clocks on."""
 
     @property
     def num_groups(self) -> int:

@@ -45,7 +45,7 @@ class Course:
         self._refusal: PacelineError | None = None
         self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
         self.unsettled: StepOutcome | None = None
-        """Of a step after which something may be due before the next one, for which nobody has looked yet."""
+        """Of the last step, if something may be due before the next one and nobody has looked yet; else none."""
         self._looks_always = survivor is not None or run.traits.shows_model
 
     def is_over(self) -> bool:
@@ -122,7 +122,8 @@ class Course:
         pauses = outcome.iteration >= self._cadence.next_pause
         if pauses:
             self._pauses.note_settings()
-        if pauses or outcome.stop or outcome.meets or not outcome.admitted or self._looks_always:  # else a call less
+        # Where nothing is due, nothing is settled, which saves a call a step.
+        if pauses or outcome.stop or outcome.meets or not outcome.admitted or self._looks_always:
             self.unsettled = outcome
 
     def settle(self, *, waits: bool = True) -> None:

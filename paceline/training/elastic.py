@@ -107,7 +107,7 @@ class Survivor:
         """Whether this worker, which joins, takes part from here on: its script asks for a pass over its data, and may
         be in an epoch that the others have left behind."""
         assert self.states is not None
-        self._dealt.lay_out(self._run.prepared.feed.loader.place.epoch)
+        self._dealt.lay_out_next(self._run.prepared.feed.loader)
         return self.states.take()
 
     def give(self, place: Place) -> None:

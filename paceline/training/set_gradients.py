@@ -31,7 +31,10 @@ class SetGradients:
         return self.left[0]() is gradient and self.left[1] == gradient._version
 
     def allow(self) -> None:
-        """The script has set these. Raises UsageError where they are to be averaged, and have been changed before."""
+        """Take gradients that the script has set. Where workers' gradients are averaged, warn once that these are, too.
+
+        Raises UsageError if one of them was changed in place.
+        """
         is_new = self.left is None or self.left[0]() is not self._replica.parameters[0].grad
         if self._is_averaged and is_new and any(each.grad is not None for each in self._replica.parameters):
             self._refuse_changed_in_place()

@@ -35,7 +35,8 @@ Connect = Callable[[Parts], None]
 
 
 def survivor_of(run: WorkerRun) -> tuple[Surviving | None, Connect]:
-    """Have the run's context know its survivor. Where nobody can come or leave, there is none."""
+    """Make the survivor, tell the run's context of it, and say what gives it the parts that are made later. Where
+    nobody can come or leave, there is none."""
     elastic, traits = run.config.elastic, run.traits
     if elastic is None or run.context.reform is None:
         return None, lambda parts: None

@@ -73,7 +73,7 @@ class WholeBatches:
         return self._outlived.leaves()
 
     def enters(self) -> bool:
-        self._dealt.lay_out(self._run.prepared.feed.loader.place.epoch)
+        self._dealt.lay_out_next(self._run.prepared.feed.loader)
         return self._outlived.enters()
 
     def give(self, place: Place) -> None:

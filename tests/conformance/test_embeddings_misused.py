@@ -75,25 +75,35 @@ def extend(worker: Worker, out: Path) -> None:
 
 @pytest.mark.parametrize("run", ENGINES)
 def test_a_table_of_no_prepared_model_that_nobody_updates(run: Any, tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match=r"table 'beside' .* no prepared model, so nobody updates it; make"):
+    with pytest.raises(RunFailed, match=r"rank 0: table 'beside' .* nobody updates it by the gradients"):
         run(partial(launched, beside, tmp_path), strategy="ps-asp", workers=1, out=tmp_path / "run")
 
 
 def test_a_table_of_no_prepared_model_that_each_worker_updates(tmp_path: Path) -> None:
     script = partial(launched, partial(beside, updates=True), tmp_path)
-    with pytest.raises(RunFailed, match=r"table 'beside' .* no prepared model, so each worker would update it alone"):
+    with pytest.raises(RunFailed, match=r"table 'beside' .* is updated batch after batch by each worker alone"):
         virtual_engine.run(script, strategy="ps-bsp", workers=2, out=tmp_path / "run")
     virtual_engine.run(script, strategy="ps-bsp", workers=1, out=tmp_path / "alone")
 
 
-def beside(worker: Worker, out: Path, *, updates: bool = False) -> None:
+@pytest.mark.parametrize("use", ["target", "log", "dropped"])
+def test_a_table_of_no_prepared_model_that_is_not_trained(use: str, tmp_path: Path) -> None:
+    script = partial(launched, partial(beside, use=use), tmp_path)
+    virtual_engine.run(script, strategy="ps-bsp", workers=2, out=tmp_path / "run")
+
+
+def beside(worker: Worker, out: Path, *, updates: bool = False, use: str = "trained") -> None:
     """Train with a table that `prepare` is not given."""
     model, own = tables("sgd"), ShardedEmbedding(9, DIM, optimizer="sgd:lr=0.1", name="beside", dtype=torch.float64)
     loader: Any = DataLoader(ratings(), batch_size=BATCH)
     model, updater, loader = worker.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     for users, items, _ in loader:
         updater.zero_grad()
-        (model(USERS[users], items) + own(items % 9).sum(dim=1)).mean().backward()
+        rows = own(items % 9).sum(dim=1)
+        term = {"target": rows.detach(), "log": rows.mean().item()}.get(use, rows)
+        (model(USERS[users], items) + term).mean().backward()
+        if use == "dropped":
+            own.drop_gradients()
         if updates:
             own.update()
         updater.step()

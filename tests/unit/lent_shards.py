@@ -108,7 +108,7 @@ class Site:
     def lend(self) -> None:
         for core, lending in zip(self.cores, self.lendings, strict=True):
             assert core.is_quiet
-            gradients = {rank: astuple(self.gradients[rank].address) for rank in sorted(core.members.active)}
+            gradients = {rank: astuple(self.gradients[rank].address) for rank in sorted(core.attendance.active)}
             lending.lend(core.parts, gradients)
 
     def take_back(self) -> list[Applied]:

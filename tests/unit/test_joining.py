@@ -24,6 +24,7 @@ from paceline.strategies.regrouping import Formed, ResultHandedOn
 from paceline.training.elastic import Survivor
 from paceline.training.given import told_apart
 from paceline.training.session import Session
+from paceline.training.sharding.orders import Orders
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 
@@ -131,6 +132,18 @@ def test_a_joiner_has_the_others_model_optimizer_schedule_and_place(tmp_path: Pa
     dealt = joiner.session._survivor._data
     assert [list(part) for part in dealt.under_way[0].parts] == [under_way, []]
     assert (dealt.weight(), [member.applied for member in reform.members]) == (0.0, [6 * epochs + 2])
+
+
+def test_a_joiner_lays_out_no_pass_that_others_have_behind_them(monkeypatch, tmp_path: Path) -> None:
+    first, _ = given_state(tmp_path / "state", epochs=4)
+    first.session._survivor._giving.end()
+    laid_out, groups = [], Orders.groups
+    monkeypatch.setattr(Orders, "groups", lambda self, epoch: laid_out.append(epoch) or groups(self, epoch))
+    joiner = script(ByFile(tmp_path / "state", joins=True, epoch=4), rank=1)
+    for _ in range(4):
+        assert list(joiner.loader) == []
+    next(iter(joiner.loader))
+    assert laid_out == [0, 4]  # of the first one, it does not know yet
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -31,6 +32,13 @@ class Remembering(Sampler[int]):
         return iter(range(len(SAMPLES)))
 
 
+class Loader(NamedTuple):
+    """As much of one as tells which pass begins."""
+
+    place: Place
+    passes_over: bool = False
+
+
 def dealt_of(sampler: Sampler[int]) -> tuple[Dealt, Counter[int]]:
     """And how often each epoch was laid out."""
     orders = Orders(DataLoader(SAMPLES, batch_size=4, sampler=sampler), rank=0, size=2, seed=3)
@@ -56,7 +64,7 @@ def batches(dealt: Dealt, epoch: int) -> list[list[int]]:
 @pytest.mark.parametrize("epoch", [0, 5])
 def test_a_pass_that_is_laid_out_is_laid_out_once_and_the_same(epoch: int) -> None:
     own, laid_out = dealt_of(RandomSampler(SAMPLES))
-    own.lay_out(epoch)
+    own.lay_out_next(Loader(Place(epoch, 0)))
     assert laid_out == {epoch: 1}
     found = batches(own, epoch)
     assert laid_out == {epoch: 1}
@@ -67,7 +75,7 @@ def test_a_pass_that_is_laid_out_is_laid_out_once_and_the_same(epoch: int) -> No
 
 def test_another_pass_is_laid_out_when_it_begins() -> None:
     own, _ = dealt_of(RandomSampler(SAMPLES))
-    own.lay_out(1)
+    own.lay_out_next(Loader(Place(1, 0)))
     assert batches(own, 2) == batches(dealt_of(RandomSampler(SAMPLES))[0], 2)
 
 
@@ -75,5 +83,11 @@ def test_samplers_that_remember_draw_no_pass_before_it_begins() -> None:
     sampler = Remembering()
     own, laid_out = dealt_of(sampler)
     before = sampler.num_passes
-    own.lay_out(0)
+    own.lay_out_next(Loader(Place(0, 0)))
     assert (sampler.num_passes, laid_out) == (before, {})
+
+
+def test_a_pass_that_others_have_behind_them_is_not_laid_out() -> None:
+    own, laid_out = dealt_of(RandomSampler(SAMPLES))
+    own.lay_out_next(Loader(Place(1, 0), passes_over=True))
+    assert not laid_out

@@ -146,7 +146,7 @@ class Net:
     def lend(self, server: int) -> None:
         core = self.site.cores[server]
         if core.is_quiet:
-            gradients = {rank: astuple(self.site.gradients[rank].address) for rank in sorted(core.members.active)}
+            gradients = {rank: astuple(self.site.gradients[rank].address) for rank in sorted(core.attendance.active)}
             self.site.lendings[server].lend(core.parts, gradients)
 
     def die(self, worker: int) -> None:
@@ -159,7 +159,7 @@ class Net:
         for server, core in enumerate(cores):
             self.go_on()
             self.take_back(server)
-            said.append(core.members.part_with(worker))
+            said.append(core.attendance.part_with(worker))
         self.go_on()
         assert not self.site.workers[worker].push(Done()), "one that was only taken for dead has no part in it"
         counts = what_counts(said)
@@ -167,7 +167,7 @@ class Net:
         for server, core in enumerate(cores):
             self.go_on()
             self.take_back(server)
-            self.do(server, core.members.let_go(worker, counts, 0.0))
+            self.do(server, core.attendance.let_go(worker, counts, 0.0))
 
     def come(self, worker: int) -> None:
         """A worker that all servers know already takes part from here on."""
@@ -175,11 +175,11 @@ class Net:
         for server, core in enumerate(self.site.cores):
             self.go_on()
             self.take_back(server)
-            expected.append(core.members.expect(worker))
+            expected.append(core.attendance.expect(worker))
         for server, core in enumerate(self.site.cores):
             self.go_on()
             self.take_back(server)
-            self.do(server, core.members.let_in(worker, max(expected), 0.0))
+            self.do(server, core.attendance.let_in(worker, max(expected), 0.0))
         self.clocks[worker] = max(expected)
 
     def go_on(self) -> None:
@@ -274,7 +274,7 @@ def test_what_a_worker_has_done_is_of_its_last_push_wherever_that_went() -> None
     site.lend()
     assert site.workers[0].push(Done(steps=4))
     take_back()
-    said = [core.members.part_with(worker).counted for worker in range(2)]
+    said = [core.attendance.part_with(worker).counted for worker in range(2)]
     assert [(push.clock, Done(*push.body["done"]).steps) for push in said if push is not None] == [(3, 4), (2, 3)]
 
 
@@ -300,9 +300,9 @@ def test_a_push_that_a_dead_worker_left_half_counted_is_answered_once() -> None:
     site.each[1][0].push(Done(steps=2))
     assert last.push(Done(steps=2))
     take_back()
-    counts = what_counts([core.members.part_with(1) for core in site.cores])
+    counts = what_counts([core.attendance.part_with(1) for core in site.cores])
     for core in site.cores:
-        list(core.members.let_go(1, counts, 0.0))
+        list(core.attendance.let_go(1, counts, 0.0))
     assert [worker.take() for worker in (last, first)] == [None, None]
     answers = [answer for rank in (0, 2) for answer in push_by_message(rank, 1)]
     assert {answer.clock for answer in answers} == {2}

@@ -107,13 +107,13 @@ def letting_go(net: Net, dead: int) -> Generator[None, None, Done]:
     """As the launcher does, one server after another. Returns how far the worker was."""
     said = []
     for server in net.servers:
-        said.append(server.members.part_with(dead))
+        said.append(server.attendance.part_with(dead))
         yield
     counts = what_counts(said)
     decided: Decisions = {}
     for index, server in enumerate(net.servers):
-        act(net, index, server.members.let_go(dead, counts, net.now_s, decided=decided), dead=dead)
-        decided = decided or dict(server.members.decided)
+        act(net, index, server.attendance.let_go(dead, counts, net.now_s, decided=decided), dead=dead)
+        decided = decided or dict(server.attendance.decided)
         yield
     for way in [way for way in net.under_way if way[1] == dead]:
         del net.under_way[way]
@@ -237,9 +237,9 @@ def test_whoever_joins_is_in_the_same_updates_on_all_servers(
     go_on()
     while True:
         if num_delivered >= joins_after and len(clocks) < num_servers:
-            clocks.append(net.servers[len(clocks)].members.expect(joiner))
+            clocks.append(net.servers[len(clocks)].attendance.expect(joiner))
         elif len(clocks) == num_servers and told < num_servers:
-            act(net, told, net.servers[told].members.let_in(joiner, max(clocks), 0.0))
+            act(net, told, net.servers[told].attendance.let_in(joiner, max(clocks), 0.0))
             told += 1
             if told == num_servers:
                 net.ask(joiner, net.clients[joiner].wait(pause_at=2**60))

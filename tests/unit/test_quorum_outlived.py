@@ -27,10 +27,10 @@ def letting_in(net: Net, joiner: int) -> Turns:
     """As the launcher does, one server after another."""
     clocks = []
     for server in net.servers:
-        clocks.append(server.members.expect(joiner))
+        clocks.append(server.attendance.expect(joiner))
         yield
     for index, server in enumerate(net.servers):
-        act(net, index, server.members.let_in(joiner, max(clocks), net.now_s))
+        act(net, index, server.attendance.let_in(joiner, max(clocks), net.now_s))
         yield
 
 

@@ -181,38 +181,38 @@ class Holding:
         self._do((self._replication or self.core).receive(message, time.perf_counter()))
         is_plain = message.kind is Kind.EXCHANGE and not message.flags and message.body.keys() <= {"done"}
         if self._lending is not None and is_plain and self.core.is_quiet:
-            workers = {rank: self.neighbours[self.identity_of(rank)] for rank in sorted(self.core.members.active)}
+            workers = {rank: self.neighbours[self.identity_of(rank)] for rank in sorted(self.core.attendance.active)}
             if all(worker.borrows for worker in workers.values()):
                 gradients = {rank: astuple(worker.gradients.address) for rank, worker in workers.items()}
                 self._lending.lend(self.core.parts, gradients)
 
     def part_with(self, worker: int, say: Say) -> None:
-        """Do what `Members.part_with` does, and say its answer once all copies have it.
+        """Do what `Attendance.part_with` does, and say its answer once all copies have it.
 
         The three methods below say theirs likewise.
         """
         self._take_back()
         if self._replication is None:
-            say(self.core.members.part_with(worker))
+            say(self.core.attendance.part_with(worker))
         else:
             self._have_copies(lambda copy: copy.part_with(worker, say))
 
     def let_go(self, worker: int, counts: Message | None, decided: Decisions, say: Say) -> None:
-        """Do `Members.let_go`, then say what `decided` is. The worker's memory stays: the server may still read what
+        """Do `Attendance.let_go`, then say what `decided` is. The worker's memory stays: the server may still read what
         it has given."""
         self._take_back()
         now_s = time.perf_counter()
         if self._replication is None:
-            self._do(self.core.members.let_go(worker, counts, now_s, decided=decided))
-            say(dict(self.core.members.decided))
+            self._do(self.core.attendance.let_go(worker, counts, now_s, decided=decided))
+            say(dict(self.core.attendance.decided))
         else:
             self._have_copies(lambda copy: copy.let_go(worker, counts, say, now_s))
 
     def expect(self, worker: int, say: Say) -> None:
-        """Do what `Members.expect` does."""
+        """Do what `Attendance.expect` does."""
         self._take_back()
         if self._replication is None:
-            say(self.core.members.expect(worker))
+            say(self.core.attendance.expect(worker))
         else:
             self._have_copies(lambda copy: copy.expect(worker, say))
 
@@ -221,7 +221,7 @@ class Holding:
         self._take_back()
         now_s = time.perf_counter()
         if self._replication is None:
-            self._do(self.core.members.let_in(worker, clock, now_s))
+            self._do(self.core.attendance.let_in(worker, clock, now_s))
             say(None)
         else:
             self._have_copies(lambda copy: copy.let_in(worker, clock, say, now_s))

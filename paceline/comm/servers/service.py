@@ -163,25 +163,25 @@ class ParameterService:
         self._bell.ring()
 
     def part_with(self, key_range: int, worker: int) -> Parted:
-        """As `Members.part_with`, once all is done that the worker had asked; called from another thread, for the
+        """As `Attendance.part_with`, once all is done that the worker had asked; called from another thread, for the
         one optimizer of a run, of a key range that this server serves."""
         parted: Parted = self._sent_on_errand(lambda say: self._holding_of(key_range).part_with(worker, say))
         return parted
 
     def let_go(self, key_range: int, worker: int, counts: Message | None, decided: Decisions) -> Decisions:
-        """Have the server do `Members.let_go`; another thread calls this. Returns what `decided` is then."""
+        """Have the server do `Attendance.let_go`; another thread calls this. Returns what `decided` is then."""
         mine: Decisions = self._sent_on_errand(
             lambda say: self._holding_of(key_range).let_go(worker, counts, decided, say)
         )
         return mine
 
     def expect(self, key_range: int, worker: int) -> int:
-        """Has this server's loop call `Members.expect`. May be called from another thread."""
+        """Has this server's loop call `Attendance.expect`. May be called from another thread."""
         clock: int = self._sent_on_errand(lambda say: self._holding_of(key_range).expect(worker, say))
         return clock
 
     def let_in(self, key_range: int, worker: int, clock: int) -> None:
-        """Has this server's loop call `Members.let_in`. May be called from another thread."""
+        """Has this server's loop call `Attendance.let_in`. May be called from another thread."""
         self._sent_on_errand(lambda say: self._holding_of(key_range).let_in(worker, clock, say))
 
     def _holding_of(self, key_range: int) -> Holding:

@@ -75,12 +75,12 @@ class VirtualServer:
         self._cores[spec.number].configure(spec)
 
     def let_go(self, worker: int, counts: Message | None, decided: Decisions) -> None:
-        """As `Members.let_go`, of the run's one optimizer."""
-        self._do(0, partial(self.core.members.let_go, worker, counts, self._timeline.now_s, decided=decided))
+        """As `Attendance.let_go`, of the run's one optimizer."""
+        self._do(0, partial(self.core.attendance.let_go, worker, counts, self._timeline.now_s, decided=decided))
 
     def let_in(self, worker: int, clock: int) -> None:
-        """As `Members.let_in`."""
-        self._do(0, partial(self.core.members.let_in, worker, clock, self._timeline.now_s))
+        """As `Attendance.let_in`."""
+        self._do(0, partial(self.core.attendance.let_in, worker, clock, self._timeline.now_s))
 
     def receive(self, client: Client, message: Message) -> None:
         """The worker's message has come; one that attaches says where its buffers are."""

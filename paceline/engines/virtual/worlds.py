@@ -62,7 +62,7 @@ class Worlds:
         links = Wiring(cluster, [self._thread(host) for host in range(len(self._hosts))] if self._cores else ())
         network = partial(Network, timeline, unevenness=cluster.communication.unevenness, seed=job.config.seed)
         self._messages = network(links.between_workers)
-        # Cores that hosts share are kept awake: then a hop takes what it waits for them.
+        # Cores that hosts share are awake, so that a hop takes no least time: what it takes is its turn at them.
         least_s = 0.0 if self._cores else cluster.communication.hop_us * _US
         operations = partial(network, links.between_ranks, least_s=least_s)
         self._timeline, self._operations = timeline, operations()

@@ -36,7 +36,7 @@ class AfterEnd:
             return False
         if not self._has_gradients:
             return False
-        place = tuple((frame.f_code, line) for frame, line in walk_stack(sys._getframe(2)))
+        place = tuple((frame.f_code, line) for frame, line in walk_stack(sys._getframe(1)))
         is_next_epoch = self._places.setdefault(place, self._num_empty) < self._num_empty
         if not is_next_epoch or any(code is update_bn.__code__ for code, _ in place):
             return True
@@ -46,6 +46,6 @@ class AfterEnd:
                 "the run has ended, and the script goes over the loader without gradients where it has done so since: "
                 "such passes are empty from here on, as the remaining epochs of training are. Leave the script's loop "
                 "where worker.is_over",
-                stacklevel=4,
+                stacklevel=3,
             )
         return False

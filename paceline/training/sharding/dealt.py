@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import fmean
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from paceline.elastic import Cursor, Deal, GlobalBatch, resized
 from paceline.membership import Membership
@@ -14,6 +14,16 @@ from paceline.training.sharding.part import Part, Place
 
 AT_START = "workers at the start"
 """Their number, by which global batches are as large as they are, as an elastic run's checkpoint names it."""
+
+
+class PassesOver(Protocol):
+    """A loader that may be in an epoch that the run has behind it."""
+
+    @property
+    def place(self) -> Place: ...
+
+    @property
+    def passes_over(self) -> bool: ...
 
 
 @final
@@ -126,10 +136,11 @@ class Dealt:
         if tuple(ranks) != self.ranks:
             self.resize(Membership(self._membership.epoch + 1, tuple(ranks)))
 
-    def lay_out(self, epoch: int) -> None:
-        """This pass may be the one in which this rank comes to take part. From then on the others wait for it, and to
-        lay out a million samples takes half a second."""
-        if self._orders.is_plain:  # others remember what they have drawn, and may draw a pass once
+    def lay_out_next(self, loader: PassesOver) -> None:
+        """Lay out the pass that begins, in case this rank comes to take part in it: the others wait for it from then
+        on, and to lay out a million samples takes half a second."""
+        if self._orders.is_plain and not loader.passes_over:  # other samplers may draw each pass only once
+            epoch = loader.place.epoch
             self._laid_out = epoch, list(self._orders.groups(epoch))
 
     def enter(self, behind: deque[Callable[[], object]]) -> None:

@@ -21,7 +21,7 @@ Fetch = Callable[[Any], Any]
 _UNSELECTABLE = {torch.uint16, torch.uint32, torch.uint64}
 """Whose rows torch stacks, but does not select."""
 _NUMBERS = {int, np.int64}
-"""What tells a row by its number, as `True` does not."""
+"""Types of indices that are numbers of rows; `bool` is none."""
 
 
 @final
@@ -85,7 +85,7 @@ def _here(loader: DataLoader[Any]) -> Fetch | None:
 
 
 def _stacks_rows() -> bool:
-    """Whether torch's own collation is as it comes: scripts may add to it."""
+    """Whether the script has left torch's functions of collation as they were."""
     known = default_collate_fn_map
     return known.get(Tensor) is collate_tensor_fn and not any(issubclass(tuple, kind) for kind in known)
 

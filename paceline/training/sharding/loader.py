@@ -173,6 +173,11 @@ class ShardedLoader(StandIn):
                 )
         self._resume_at = place
 
+    @property
+    def passes_over(self) -> bool:
+        """Whether the pass that begins is one that the run has behind it, and empty here."""
+        return self._resume_at is not None and self.place.epoch < self._resume_at.epoch
+
     def begin_at(self, place: Place | None = None) -> None:
         """The next pass begins there, whatever was read before; none: at the place to resume from, at once, or with the
         next epoch where this one has nothing left."""
@@ -184,7 +189,7 @@ class ShardedLoader(StandIn):
         self._is_in_pass, self.place = False, Place(self._resume_at.epoch, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        with self._tell:  # here, as each batch passes every generator
+        with self._tell:  # all in one generator: each further one costs a call a batch
             self._on_return()
             self._after_end.begin()
             if self._should_stop():
@@ -198,7 +203,7 @@ class ShardedLoader(StandIn):
             if self._is_in_pass:  # which the script has left, and keeps
                 self._is_in_pass, self.place = False, Place(self.place.epoch + 1, 0)
             epoch = self.place.epoch
-            if self._resume_at is not None and epoch < self._resume_at.epoch:
+            if self.passes_over:
                 self._look(reads=False)
                 self.place = Place(epoch + 1, 0)
                 if self._orders is not None:

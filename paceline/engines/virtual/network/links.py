@@ -113,7 +113,7 @@ class Network:
         unevenness: the standard deviation of the logarithm of connections' windows. With 0 senders serve hosts in turns
             instead, so all connections get as much.
         seed: what windows are drawn from.
-        least_s: that a message takes at least from one host to another.
+        least_s: the least time that a message takes from one host to another.
     """
 
     def __init__(

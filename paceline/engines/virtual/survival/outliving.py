@@ -24,18 +24,18 @@ class Outliving:
         """This worker is gone. Its last gradient counts on all servers, or on none. Nothing is done a second time."""
         if not self.book.is_present(rank):
             return
-        counts = what_counts([server.core.members.part_with(rank) for server in self._servers])
+        counts = what_counts([server.core.attendance.part_with(rank) for server in self._servers])
         done = Done(*counts.body["done"]) if counts is not None else Done()
         self.book.gone(rank, done)
         self._event("let_go", f"worker-{rank}", **done._asdict())
         first, *others = self._servers
         first.let_go(rank, counts, {})
         for server in others:
-            server.let_go(rank, counts, first.core.members.decided)
+            server.let_go(rank, counts, first.core.attendance.decided)
 
     def let_in(self, rank: int) -> None:
         """This worker takes part from here on."""
-        clock = max(server.core.members.expect(rank) for server in self._servers)
+        clock = max(server.core.attendance.expect(rank) for server in self._servers)
         for server in self._servers:
             server.let_in(rank, clock)
         self.book.come(rank)

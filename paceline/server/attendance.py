@@ -14,7 +14,7 @@ from paceline.server.whole_pushes import Parted, WholePushes
 
 
 @final
-class Members:
+class Attendance:
     """A part of `ServerCore`.
 
     Args:

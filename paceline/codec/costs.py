@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from paceline.codec.base import Codec, Shape, TensorCodec
-from paceline.codec.joining import PIECE_ELEMENTS, Region, beginnings, join
+from paceline.codec.joining import PIECE_ELEMENTS, Region, beginnings, join, parts_of
 
 
 class Speed(NamedTuple):
@@ -31,7 +31,8 @@ class Speed(NamedTuple):
 
 
 _FEW = 2, 4
-"""Workers whose exchanges are done to count; with others there are as many more for each worker more."""
+"""Workers whose exchanges are done to count; where each has as many tensors, there are as many more for each worker
+more."""
 _EDGE = 64
 """Dimensions are counted as no longer than this: operations do not become more with a tensor's size."""
 
@@ -59,8 +60,8 @@ class _Count(TorchFunctionMode):
 class _Alone:
     """Stands for a group whose other workers have sent what this one would send in their place."""
 
-    def __init__(self, size: int) -> None:
-        self.rank, self.size = 0, size
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
         self._sent: dict[int, Tensor] = {}
 
     def average(self, tensor: Tensor) -> None:
@@ -72,9 +73,15 @@ class _Alone:
 
 
 def coding_s(
-    codec: Codec, num_elements: int, size: int, *, speed: Speed | None = None, shapes: Sequence[Shape] = ()
+    codec: Codec,
+    num_elements: int,
+    size: int,
+    *,
+    speed: Speed | None = None,
+    shapes: Sequence[Shape] = (),
+    num_exchanges: int = 1,
 ) -> float:
-    """How long one worker encodes and decodes in one exchange.
+    """How long one worker encodes and decodes in one exchange, or in so many that have a part of the elements each.
 
     Args:
         size: of the group.
@@ -94,27 +101,35 @@ def coding_s(
     bytes_s = passes_s * 4 * num_elements / 1e9
     if not operation_s:
         return bytes_s
-    return bytes_s + operation_s * num_operations(codec, shapes or ((num_elements,),), size)
+    return bytes_s + operation_s * num_operations(
+        codec, shapes or ((num_elements,),), size, num_exchanges=num_exchanges
+    )
 
 
-def num_operations(codec: Codec, shapes: Sequence[Shape], size: int) -> float:
-    """Of one worker in one average of such tensors among so many, through the codec: encoding, decoding, joining.
+def num_operations(codec: Codec, shapes: Sequence[Shape], size: int, *, num_exchanges: int = 1) -> float:
+    """Of one worker in one average of such tensors among so many, through the codec: encoding, decoding, joining. Of a
+    codec that looks at tensors, of the worker that has most of them in its part.
 
     They are counted by doing so with a few numbers.
     """
     if codec.shaped:
-        return _joined(codec, tuple(tuple(min(edge, _EDGE) for edge in shape) for shape in shapes), size)
+        small = tuple(tuple(min(edge, _EDGE) for edge in shape) for shape in shapes)
+        return _joined(codec, small, size) if codec.joint or codec.linear else _count(codec, small, size)
     total = sum(math.prod(shape) for shape in shapes)
     found = _joined(codec, (), size)
     is_in_parts = not (codec.sparse or codec.linear)
-    return found * (math.ceil(total / size / PIECE_ELEMENTS) if is_in_parts else 1)
+    return found * max(num_exchanges, math.ceil(total / size / PIECE_ELEMENTS) if is_in_parts else 1)
 
 
-def message_coding_s(codec: Codec, speed: Speed, num_bytes: float) -> tuple[float, float]:
-    """How long it takes to encode one tensor of so many bytes of float32, and to decode it."""
+def message_coding_s(codec: Codec, speed: Speed, num_bytes: float, *, num_tensors: int = 1) -> tuple[float, float]:
+    """How long it takes to encode one message of so many bytes of float32, and to decode it.
+
+    Args:
+        num_tensors: in it, each of which a codec that looks at tensors codes by itself.
+    """
     if not speed.operation_s or not isinstance(codec, TensorCodec):
         return speed.encode_s * num_bytes / 1e9, speed.decode_s * num_bytes / 1e9
-    encoding, decoding = _encoding(codec)
+    encoding, decoding = (count * (num_tensors if codec.shaped else 1) for count in _encoding(codec))
     return (
         speed.encode_s * num_bytes / 1e9 + encoding * speed.operation_s,
         speed.decode_s * num_bytes / 1e9 + decoding * speed.operation_s,
@@ -165,8 +180,9 @@ def alone(codec: Codec, shapes: Sequence[Shape], size: int, device: torch.device
     for shape in shapes:
         regions.append(Region(start, shape))
         start += regions[-1].num_elements
-    peers, like = _Alone(size), torch.zeros(start, device=device)
-    kept = beginnings(codec, regions, like, rank=0, size=size, seed=0)
+    parts = parts_of(codec, regions, size)
+    peers, like = _Alone(max(range(size), key=lambda rank: len(parts[rank])), size), torch.zeros(start, device=device)
+    kept = beginnings(codec, regions, like, rank=peers.rank, size=size, seed=0)
     return lambda: join(codec, peers, torch.ones_like(like), kept, {}, regions=regions, path=(0,), seed=0)
 
 

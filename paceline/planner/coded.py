@@ -58,12 +58,18 @@ def _coded_by(codec: Codec, traffic: _Coded, setting: Setting) -> _Coded:
 
 
 def coded_mean(
-    codec: Codec, scope: Literal["links", "all"], setting: Setting, *, tensors: Sequence[int] | None = None
+    codec: Codec,
+    scope: Literal["links", "all"],
+    setting: Setting,
+    *,
+    tensors: Sequence[int] | None = None,
+    num_buckets: int = 1,
 ) -> CodedMean | None:
     """None where nothing is coded, since all workers are on one host.
 
     Args:
         tensors: those that are averaged; none: all.
+        num_buckets: each of which is averaged by itself.
     """
     leaders = setting.ring.leaders
     if scope == "links" and len(leaders) == 1:
@@ -75,7 +81,8 @@ def coded_mean(
     num_elements = work.parameter_bytes // 4
     speed = min(setting.cluster.each_host()[host].speed for host in hosts.tolist())
     each = Speed.said(codec, operation_s=setting.cluster.communication.coding_s)
-    time_s = setting.queued_s(coding_s(codec, num_elements, size, speed=each, shapes=shapes_of(work)) / speed)
+    each_s = coding_s(codec, num_elements, size, speed=each, shapes=shapes_of(work), num_exchanges=num_buckets)
+    time_s = setting.queued_s(each_s / speed)
     loads = fabric.nothing
     if size > 1 and (codec.joint or codec.linear):
         ring = setting.ring_among(hosts, np.zeros_like(hosts))
@@ -102,8 +109,9 @@ def coded_exchange(traffic: AllReduced, setting: Setting) -> CodedMean | None:
     Flags are averaged first, by themselves. Of several buckets, the last one's are under way while the first is coded.
     """
     assert traffic.codec is not None
-    coded = coded_mean(traffic.codec, traffic.codec_scope, setting)
-    if coded is None or not traffic.has_flags or len(filling.of(traffic, setting)) > 1:
+    num_buckets = len(filling.of(traffic, setting))
+    coded = coded_mean(traffic.codec, traffic.codec_scope, setting, num_buckets=num_buckets)
+    if coded is None or not traffic.has_flags or num_buckets > 1:
         return coded
     num_bytes = 4 * (NUM_FLAGS + len(setting.work.tensor_bytes))
     time_s = coded.time_s + sum(setting.ring.parts_s(num_bytes))

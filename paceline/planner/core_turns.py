@@ -1,5 +1,6 @@
 """Workers whose hosts share cores take turns at them: who comes first is served first, and has the core until done."""
 
+import math
 from typing import final
 
 import numpy as np
@@ -32,6 +33,22 @@ def ends_s(needed_s: Floats, cores: Numbers, *, rest_s: float) -> Floats:
             found[every_try[is_last], here[who[is_last]]] = free_s[is_last]
             ready_s[every_try, who] = np.where(is_last, np.inf, free_s + rest_s)
     return found
+
+
+def last_of_some_s(ends_s: Floats, size: int, *, left_out: int = 0) -> float:
+    """The mean end of the last but `left_out` of so many workers, whichever these are.
+
+    Args:
+        ends_s: of all workers, shape (tries, workers).
+    """
+    num_workers = ends_s.shape[1]
+    among = math.comb(num_workers, size)
+    # Of the sets of `size` workers, those in which the one at this place among all is the last but `left_out`.
+    chances = [
+        math.comb(place, size - 1 - left_out) * math.comb(num_workers - 1 - place, left_out) / among
+        for place in range(num_workers)
+    ]
+    return float((np.sort(ends_s, axis=1) * chances).sum(axis=1).mean())
 
 
 @final

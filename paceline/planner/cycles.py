@@ -198,7 +198,8 @@ def _behind_computing(
     That is within 4 % of the simulator for log-normal times, and within 12 % for exponential ones.
     """
     computing_s = _window_s(setting, slowest_s, 1, traffic.every)
-    left_s = max(0.0, exchange_s - min(setting.mean_s, setting.steady_s) - setting.work.overhead_s)
+    hides_s = min(setting.mean_s, setting.steady_s) if setting.takes_turns else setting.mean_s
+    left_s = max(0.0, exchange_s - hides_s - setting.work.overhead_s)
     return Cycle(
         slowest_s=computing_s,
         end_s=computing_s + left_s,

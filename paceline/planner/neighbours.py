@@ -73,7 +73,7 @@ def coding_s(traffic: Neighbouring, setting: Setting) -> float:
         return 0.0
     size, num_bytes = setting.num_workers, setting.work.parameter_bytes
     speed = Speed.said(traffic.codec, operation_s=setting.cluster.communication.coding_s)
-    encode_s, decode_s = message_coding_s(traffic.codec, speed, num_bytes)
+    encode_s, decode_s = message_coding_s(traffic.codec, speed, num_bytes, num_tensors=len(setting.work.tensor_bytes))
     most = max(len(traffic.topology.neighbours(0, rank, size).receives_from) for rank in range(size))
     slowest = min(setting.cluster.each_host()[host].speed for host in set(setting.places.workers))
     return setting.queued_s((encode_s + (1 + most) * decode_s) / slowest)

@@ -181,11 +181,22 @@ class Setting:
         """
         if not self.takes_turns:
             return stragglers.expected_s(among or self.groups, left_out=left_out, num_steps=num_steps)
+        always_s = float(np.sort(self.turn_s)[-1 - left_out])  # whom all come to wait for, also of few neighbours
         drawn = min(math.ceil(num_steps), _MOST_TURNS) if math.isfinite(num_steps) else _MOST_TURNS
-        computed_s = self._turns_s(drawn)[:, : sum(group.count for group in among) or None]
-        slowest_s = float(np.sort(computed_s, axis=1)[:, -1 - left_out].mean()) / drawn
-        steady_s = float(computed_s.mean()) / drawn
-        return steady_s + (slowest_s - steady_s) * math.sqrt(min(1.0, drawn / num_steps))
+        size = sum(group.count for group in among) or self.num_workers
+        slowest_s = core_turns.last_of_some_s(self._turns_s(drawn), size, left_out=left_out) / drawn
+        return always_s + max(0.0, slowest_s - always_s) * math.sqrt(min(1.0, drawn / num_steps))
+
+    @cached_property
+    def turn_s(self) -> Floats:
+        """Of each worker, the mean time from one step's computing to the next one's where nobody waits for another but
+        at a core, but for what a step takes besides: while a worker does that, others have the core."""
+        needed_s = np.empty(self.num_workers)
+        for number, group in enumerate(self.groups):
+            needed_s[self.ranks_of(number)] = group.times.expected_s / group.num_sharing
+        of_core_s = np.bincount(self.cores, weights=needed_s)[self.cores]
+        found: Floats = np.maximum(of_core_s - self.work.overhead_s, needed_s)
+        return found
 
     def queued_s(self, each_s: float) -> float:
         """What follows an exchange and needs each worker's core so long, until the last one is through. Where they take
@@ -196,8 +207,8 @@ class Setting:
 
     @cached_property
     def steady_s(self) -> float:
-        """The mean time of a step of workers that never wait, where all are as slow as the slowest kind."""
-        return self.slowest_s(math.inf) if self.takes_turns else max(group.times.expected_s for group in self.groups)
+        """The mean time of a step of workers that never wait, where all are as slow as the slowest one."""
+        return float(self.turn_s.max()) if self.takes_turns else max(group.times.expected_s for group in self.groups)
 
     def _turns_s(self, num_steps: int) -> Floats:
         """As `drawn_s`, with as many draws as a mean needs."""

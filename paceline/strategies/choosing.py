@@ -103,7 +103,8 @@ class LinkSpeed:
         count = sum(torch.Size(shape).numel() for shape in shapes)
         moved_s = sent_bytes(codec, shapes, size) / link_bytes_per_s
         latency_s = 2 * num_exchanges * self._found.latency_s
-        return coding_s(codec, count, size, speed=speed, shapes=shapes) + moved_s + latency_s
+        coded_s = coding_s(codec, count, size, speed=speed, shapes=shapes, num_exchanges=num_exchanges)
+        return coded_s + moved_s + latency_s
 
     def messages_s(self, codec: Codec, speed: Speed, *, shape: Shape, num_messages: int) -> float:
         """Time to move a tensor of this shape to and from so many neighbours, who share an estimate of it."""

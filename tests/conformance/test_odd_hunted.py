@@ -226,10 +226,14 @@ def case(engine: str, strategy: str, name: str, is_chosen: bool) -> Any:
 
 def cases() -> list[Any]:
     """Virtually under a strategy of each family. In processes, where only the way of the bytes is another, every third
-    script under one of three strategies."""
+    script under one of three strategies; the others are left to `make test-products`."""
     virtually = [case("virtual", *chosen) for chosen in covering(SCRIPTS, FAMILIES, refusal)]
-    some = list(SCRIPTS)[::3]
-    return [*virtually, *(case("processes", *chosen) for chosen in covering(some, [(*JOINT, "gossip")]))]
+    thirds = set(list(SCRIPTS)[::3])
+    apart = [
+        case("processes", strategy, name, is_chosen and name in thirds)
+        for strategy, name, is_chosen in covering(SCRIPTS, [(*JOINT, "gossip")])
+    ]
+    return [*virtually, *apart]
 
 
 @pytest.mark.parametrize(("engine", "strategy", "name"), cases())

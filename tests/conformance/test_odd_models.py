@@ -347,8 +347,8 @@ def test_odd_models(engine: str, strategy: str, row: Odd, tmp_path: Path) -> Non
     ("strategy", "row"),
     [
         pytest.param(strategy, row, marks=left_to(is_quick=False, is_chosen=is_chosen))
-        for strategy, row, is_chosen in covering(ODD, [FREE])
-        if strategy not in row.refused and row.only_on != "processes"
+        for strategy, row, is_chosen in covering([row for row in ODD if row.only_on != "processes"], [FREE], is_refused)
+        if not is_refused(strategy, row)
     ],
 )
 def test_odd_models_under_asynchronous_strategies(row: Odd, strategy: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from paceline.cluster.description import Cluster, Communication, Compute, Hosts
 from paceline.codec import BF16, Codec, Int8, OneBit, PowerSGD, RandomK, TopK
 from paceline.codec.costs import Speed, coding_s, message_coding_s, num_operations, operation_s
+from paceline.codec.joining import Region, parts_of
 from paceline.planner import StepWork, predict
 from paceline.probing import coding
 from tests.conformance.test_virtual_costs import step_s
@@ -68,8 +69,17 @@ def test_an_operation_is_timed(codec: Codec) -> None:
     assert 1e-7 < operation_s(codec) < 1e-2
 
 
+@pytest.mark.parametrize("size", [2, 4, 8, 32, 64])
+def test_a_codec_of_tensors_has_some_to_code_among_any_number(size: int) -> None:
+    """Each has every tensor to encode, and the worker with most of them to join decodes everybody's."""
+    shapes = [(64, 64), (64,), (10, 64)] * 4
+    num_most = max(map(len, parts_of(Int8(scales="rows"), [Region(0, shape) for shape in shapes], size)))
+    assert num_operations(Int8(scales="rows"), shapes, size) > len(shapes) + num_most * size
+
+
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("all-reduce", {"codec": "int8"}),
+    ("all-reduce", {"codec": "int8:scales=rows"}),
     ("all-reduce", {"codec": "top-k"}),
     ("all-reduce", {"codec": "powersgd:start=0"}),
     ("local-sgd", {"codec": "int8", "every": 3}),

@@ -204,5 +204,5 @@ def test_a_change_is_in_a_copy_whole_or_not_at_all() -> None:
 
 def test_memory_that_a_host_would_take_along_does_not_count() -> None:
     """Where servers are on several hosts, the one on the worker's host says no more than its copies could."""
-    assert net_of("one host").copies[0, 0][0].part_with(0).reaches_memory
-    assert not net_of("hosts with both").copies[0, 0][0].part_with(0).reaches_memory
+    assert net_of("one host").copies[0, 0][0].attendance.part_with(0).reaches_memory
+    assert not net_of("hosts with both").copies[0, 0][0].attendance.part_with(0).reaches_memory

@@ -6,13 +6,16 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.cluster.description import Cluster, Communication, Compute, Hosts
 from paceline.planner import StepWork, predict
+from paceline.planner.core_turns import last_of_some_s
 from paceline.planner.simulator import simulate
 from tests.conformance.test_virtual_costs import step_s
 from tests.conformance.virtual_cluster import run, tiny
@@ -78,6 +81,38 @@ def test_the_virtual_engine_takes_as_long(strategy: str, tmp_path: Path) -> None
     found = predict(cluster, strategy=strategy, workers=4, work=SMALL, options=options)
     result = run(tiny, tmp_path, strategy, 4, cluster=cluster, options=options, max_steps=60)
     assert step_s(result) == pytest.approx(found.step_s, rel=0.12)
+
+
+@pytest.mark.parametrize(("hosts", "cores", "speeds"), [(9, 8, (1.0,)), (16, 8, (1.0, 0.25)), (3, 2, (1.0,))])
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("gossip", {}),
+        ("gossip", {"topology": "ring"}),
+        ("gossip", {"order": "awc"}),
+        ("local-sgd", {"every": 500}),
+    ],
+    ids=str,
+)
+def test_all_wait_for_whose_core_has_most_to_do(
+    hosts: int, cores: int, speeds: tuple[float, ...], strategy: str, options: dict[str, Any]
+) -> None:
+    """However few neighbours each has, and however seldom they meet."""
+    (kind,) = cluster_of(hosts).hosts
+    count = hosts // len(speeds)
+    kinds = tuple(replace(kind, name=f"speed-{speed:g}", count=count, speed=speed) for speed in speeds)
+    cluster = Cluster(hosts=kinds, compute=Compute(step_s=0.1), shared_cores=cores)
+    given: dict[str, Any] = {"strategy": strategy, "workers": hosts, "work": SMALL, "options": options}
+    found = predict(cluster, **given).step_s
+    assert found == pytest.approx(0.5 if len(speeds) > 1 else 0.2, rel=0.01)
+    assert simulate(cluster, **given, steps=1000).step_s == pytest.approx(found, rel=0.01)
+
+
+def test_the_last_of_some_workers_is_the_mean_over_all_sets() -> None:
+    ends_s = np.random.default_rng(0).exponential(size=(3, 6))
+    for size, left_out in ((1, 0), (3, 0), (3, 1), (6, 2)):
+        last = [[sorted(row[list(some)])[-1 - left_out] for some in combinations(range(6), size)] for row in ends_s]
+        assert last_of_some_s(ends_s, size, left_out=left_out) == pytest.approx(np.mean(last))
 
 
 def test_cores_of_their_own_change_nothing() -> None:

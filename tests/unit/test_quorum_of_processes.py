@@ -23,7 +23,7 @@ from paceline.layout import Layout, TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.records import NullReporter
 from paceline.server.admission import Quorum
-from paceline.server.client_core import ClientCore
+from paceline.server.pushing import Pushing
 from paceline.server.ranges import KeyRange
 from paceline.server.spec import OptimizerSpec, Push, ServerSpec
 from paceline.server.whole_pushes import what_counts
@@ -57,7 +57,7 @@ def work(told: Connection, *, in_pieces: bool) -> None:
     group.attach(LAYOUT, SGD, parameters, gradients)
     for number in range(1, ITS_PUSHES + 1):
         if number == ITS_PUSHES:
-            ClientCore._follow_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+            Pushing.follow_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
         push(group, gradients, number)
 
 

@@ -215,9 +215,9 @@ class Training:
                 if is_over and not clocks:
                     told = num_servers  # it comes too late
                 elif len(clocks) < num_servers:
-                    clocks.append(net.servers[len(clocks)].expect(joiner))
+                    clocks.append(net.servers[len(clocks)].attendance.expect(joiner))
                 else:
-                    act(net, told, net.servers[told].let_in(joiner, max(clocks), 0.0))
+                    act(net, told, net.servers[told].attendance.let_in(joiner, max(clocks), 0.0))
                     told += 1
                     if told == num_servers:
                         net.ask(joiner, net.clients[joiner].wait(pause_at=2**60))

@@ -105,7 +105,7 @@ class SharedEstimates(Mixer):
 
     def coding_s(self, step: int, *, operation_s: float) -> tuple[float, float]:
         speed = Speed.said(self._codec, operation_s=operation_s)
-        encode_s, decode_s = message_coding_s(self._codec, speed, self._num_bytes)
+        encode_s, decode_s = message_coding_s(self._codec, speed, self._num_bytes, num_tensors=len(self._regions))
         return encode_s + decode_s, len(self._came) * decode_s
 
     def _draw(self, step: int, sender: int, number: int) -> int:

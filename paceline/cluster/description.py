@@ -204,8 +204,8 @@ class Communication:
 
     operation_us: float = setting("a worker is at a collective operation, besides its messages", 0.0, least=0)
     hop_us: float = setting(
-        "that a tensor takes at least from one host to the next in an all-reduce, however small it is; counts where "
-        "hosts share no cores",
+        "a tensor takes at least from one host to the next in a collective operation, however small it is; counts "
+        "where hosts share no cores",
         0.0,
         least=0,
     )

@@ -199,8 +199,9 @@ class Setting:
         return found
 
     def queued_s(self, each_s: float) -> float:
-        """What follows an exchange and needs each worker's core so long, until the last one is through. Where they take
-        turns, they then come to the next step's computing one after another, and wait the less for each other."""
+        """How much longer a step is by what follows an exchange and needs each worker's core so long. Workers of one
+        core do it one after another, and so begin the next step one after another, which makes their wait for the core
+        shorter."""
         most = max(group.num_sharing for group in self.groups)
         mean_s = max(group.times.expected_s / group.num_sharing for group in self.groups)
         return each_s + (most - 1) * max(0.0, each_s - mean_s)

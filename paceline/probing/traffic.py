@@ -81,7 +81,7 @@ class NetworkReport:
     operation_s: float
     """Seconds of a small all-reduce among all ranks."""
     operation_core_s: float
-    """Processor time of this rank in one, of a few at a time; with caches that hold other things."""
+    """Processor time that this rank needs for one. A few are timed together, while caches hold other things."""
     coding_s: float
     """Seconds of one of a codec's operations on a small tensor, besides its bytes."""
     shared_bytes_per_s: float

@@ -16,7 +16,7 @@ from paceline.codec.joining import PIECE_ELEMENTS, Region, beginnings, join, par
 
 
 class Speed(NamedTuple):
-    """Of one core, coding."""
+    """How fast one core codes."""
 
     encode_s: float
     """Seconds for a GB of float32."""
@@ -26,7 +26,7 @@ class Speed(NamedTuple):
 
     @classmethod
     def said(cls, codec: Codec, *, operation_s: float = 0.0) -> "Speed":
-        """As the codec says of bytes."""
+        """The speed that the codec itself states for bytes."""
         return cls(*codec.seconds_per_gbyte, operation_s)
 
 
@@ -107,8 +107,8 @@ def coding_s(
 
 
 def num_operations(codec: Codec, shapes: Sequence[Shape], size: int, *, num_exchanges: int = 1) -> float:
-    """Of one worker in one average of such tensors among so many, through the codec: encoding, decoding, joining. Of a
-    codec that looks at tensors, of the worker that has most of them in its part.
+    """How many operations encode, decode and join what one worker has in an average of such tensors among so many. With
+    a codec that looks at tensors it is the worker whose part has most of them.
 
     They are counted by doing so with a few numbers.
     """

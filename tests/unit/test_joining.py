@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,15 @@ from paceline.training.session import Session
 from paceline.training.sharding.orders import Orders
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+_sessions: list[Session] = []
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    """No session watches over what later tests of this process do."""
+    yield
+    while _sessions:
+        _sessions.pop().release()
 
 
 @dataclass
@@ -83,6 +93,7 @@ def script(reform: ByFile, *, rank: int, features: int = 2, strategy: str = "all
     elastic = Elastic(at_least=1, at_most=2, global_batch="keep" if strategy == "all-reduce" else "grow")
     options = {} if strategy in ("all-reduce", "gossip") else {"every": "1"}
     session = Session(context, build(strategy, options), RunConfig(elastic=elastic), NullReporter())
+    _sessions.append(session)
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(4, features), nn.BatchNorm1d(features))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

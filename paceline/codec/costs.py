@@ -1,4 +1,4 @@
-"""What coding takes of a core: for each byte, and for each operation of the framework, however few elements it has."""
+"""How long a core codes: each byte takes time, and so does each operation of the framework of any size."""
 
 import functools
 import math
@@ -139,14 +139,14 @@ def message_coding_s(codec: Codec, speed: Speed, num_bytes: float, *, num_tensor
 def operation_s(codec: Codec, device: torch.device | None = None) -> float:
     """Seconds of an operation of this codec here, of so few elements that these do not count: the median of some
     exchanges of a worker with itself."""
-    exchange = alone(codec, ((_EDGE, _EDGE),) if codec.shaped else (), _NUM_TIMED, device)
+    shapes = ((_EDGE, _EDGE),) if codec.shaped else ()
+    exchange = alone(codec, shapes, _NUM_TIMED, device)
     taken_s = []
     with torch.no_grad():
         for _ in range(_NUM_TRIES):
             began_s = time.perf_counter()
             exchange()
             taken_s.append(time.perf_counter() - began_s)
-    shapes = ((_EDGE, _EDGE),) if codec.shaped else ()
     return statistics.median(taken_s) / _count(codec, shapes, _NUM_TIMED)
 
 

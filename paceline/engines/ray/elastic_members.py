@@ -135,7 +135,7 @@ class ElasticMembers:
             self._new_servers.turn()
 
     def why(self, name: str) -> str:
-        """What ended its process, as far as is known."""
+        """Say what ended its process, as far as the launcher knows."""
         return self._survival.why(name)
 
     def give_up_newcomers(self) -> None:
@@ -189,7 +189,7 @@ class ElasticMembers:
             members.dead.add(name)
 
     def _look_after_members(self, timeout_s: float) -> None:
-        """As a turn does, in the middle of one: who waits for servers goes on when others have taken over."""
+        """Hear members in the middle of a turn: whoever waits for servers goes on when others have taken over."""
         self._controller.turn(timeout_s=timeout_s)  # commands wait for the whole turn
         self._hearing.collect()
         self._survival.end_silent()

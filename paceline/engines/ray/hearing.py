@@ -1,4 +1,4 @@
-"""What a run's members say, and what becomes of them: who has ended, how, and who is dead."""
+"""Hears a run's members, and knows who has ended, how, and who is dead."""
 
 import time
 from collections.abc import Callable
@@ -76,7 +76,7 @@ class Hearing:
             self.collect()
 
     def statement(self, name: str) -> Statement:
-        """What is known of this member."""
+        """Say what the launcher knows of this member."""
         members = self._members
         info = members.infos.get(name)
         return Statement(

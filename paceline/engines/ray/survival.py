@@ -139,7 +139,7 @@ class Survival:
             self._ask_for_state()
 
     def why(self, name: str) -> str:
-        """What ended its process, as far as is known."""
+        """Say what ended its process, as far as the launcher knows."""
         return self._why.pop(name, None) or f"its process ended{self._memory.told_since()}"
 
     def end(self, name: str) -> None:

@@ -134,6 +134,13 @@ def payload_bytes(codec: Codec, work: StepWork) -> float:
     return float(sum(codec.num_bytes(shape) for shape in shapes))
 
 
+def bytes_apart(codec: Codec, work: StepWork) -> float:
+    """Of one worker's gradients, or of as large a change, where each tensor is coded by itself."""
+    if codec.shaped or work.tensor_shapes:
+        return float(sum(map(codec.num_bytes, shapes_of(work))))
+    return float(sum(codec.num_bytes((size // 4,)) for size in work.tensor_bytes))
+
+
 def shapes_of(work: StepWork) -> Sequence[Shape]:
     """Tensors of unknown shapes count as square matrices."""
     if work.tensor_shapes:

@@ -155,6 +155,14 @@ class Setting:
         )
 
     @cached_property
+    def core_shares(self) -> Floats:
+        """How long each worker takes for a second's work of a core of speed 1, which other workers may share."""
+        hosts, sharing = self.cluster.each_host(), [self.groups[number].num_sharing for number in self.group_of]
+        speeds = np.array([hosts[host].speed for host in self.places.workers])
+        shares: Floats = np.array(sharing) / speeds
+        return shares
+
+    @cached_property
     def takes_turns(self) -> bool:
         """Whether workers wait for others to compute on their core."""
         return any(group.num_sharing > 1 for group in self.groups)

@@ -33,7 +33,7 @@ class Speed(NamedTuple):
 _FEW = 2, 4
 """Workers whose exchanges are done to count; where each has as many tensors, there are as many more for each worker
 more."""
-_EDGE = 64
+EDGE = 64
 """Dimensions are counted as no longer than this: operations do not become more with a tensor's size."""
 
 
@@ -113,7 +113,7 @@ def num_operations(codec: Codec, shapes: Sequence[Shape], size: int, *, num_exch
     They are counted by doing so with a few numbers.
     """
     if codec.shaped:
-        small = tuple(tuple(min(edge, _EDGE) for edge in shape) for shape in shapes)
+        small = tuple(tuple(min(edge, EDGE) for edge in shape) for shape in shapes)
         return _joined(codec, small, size) if codec.joint or codec.linear else _count(codec, small, size)
     total = sum(math.prod(shape) for shape in shapes)
     found = _joined(codec, (), size)
@@ -139,7 +139,7 @@ def message_coding_s(codec: Codec, speed: Speed, num_bytes: float, *, num_tensor
 def operation_s(codec: Codec, device: torch.device | None = None) -> float:
     """Seconds of an operation of this codec here, of so few elements that these do not count: the median of some
     exchanges of a worker with itself."""
-    shapes = ((_EDGE, _EDGE),) if codec.shaped else ()
+    shapes = ((EDGE, EDGE),) if codec.shaped else ()
     exchange = alone(codec, shapes, _NUM_TIMED, device)
     taken_s = []
     with torch.no_grad():
@@ -158,12 +158,16 @@ def _joined(codec: Codec, shapes: tuple[Shape, ...], size: int) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _count(codec: Codec, shapes: tuple[Shape, ...], size: int) -> int:
-    exchange = alone(codec, shapes, size)
+    return num_called(alone(codec, shapes, size))
+
+
+def num_called(code: Callable[[], object]) -> int:
+    """How many operations of the framework this calls, the second time: what is found out once does not count."""
     with torch.no_grad():
-        exchange()  # what is found out once does not count
+        code()
         count = _Count()
         with count:
-            exchange()
+            code()
     return count.num
 
 
@@ -188,11 +192,9 @@ def alone(codec: Codec, shapes: Sequence[Shape], size: int, device: torch.device
 
 @functools.lru_cache(maxsize=256)
 def _encoding(codec: TensorCodec) -> tuple[int, int]:
-    tensor = torch.ones(_EDGE, _EDGE)
-    with torch.no_grad():
-        encoding, decoding = _Count(), _Count()
-        with encoding:
-            payload = codec.encode(tensor, seed=0)
-        with decoding:
-            codec.decode(payload, tensor, seed=0)
-    return encoding.num, decoding.num
+    tensor = torch.ones(EDGE, EDGE)
+    payload = codec.encode(tensor, seed=0)
+    return (
+        num_called(lambda: codec.encode(tensor, seed=0)),
+        num_called(lambda: codec.decode(payload, tensor, seed=0)),
+    )

@@ -28,7 +28,6 @@ def time_s(algorithm: str, setting: Setting, num_bytes: float) -> float:
     size = len(ranks)
     if size == 1:
         return 0.0
-    pieces = {"piece_bytes": float(PIECE_BYTES), "message_s": setting.message_s}
     if algorithm == "ring":
         return sum(setting.ring_of_ranks.parts_s(num_bytes))
     if algorithm == "naive-ring":  # half as many rounds, with n times the bytes
@@ -40,11 +39,13 @@ def time_s(algorithm: str, setting: Setting, num_bytes: float) -> float:
         root = np.full(size - 1, ranks[0])
         rate = (size - 1) * float(fabric.shares_per_s(ranks[1:], root).min())
         latency_s = float(fabric.latency_s(ranks[1:], root).max())
+        pieces = {"piece_bytes": float(PIECE_BYTES), "message_s": setting.message_s}
         return costs.reduce_broadcast_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s, **pieces)
     if algorithm == "all-to-all":
         latency_s = float(fabric.farthest_s(ranks, ranks).max())
         one_way_s = fabric.busiest(_among_all(setting, num_bytes / size)).busy_s
         rate = (size - 1) * num_bytes / (size * one_way_s)
+        pieces = {"piece_bytes": float(PIECE_BYTES), "message_s": setting.round_s(ranks)}
         return costs.all_to_all_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s, **pieces)
     parents, children = (ranks[ends] for ends in setting.trees.edges)
     one_way_s = fabric.busiest(fabric.messages(children, parents, num_bytes / 2)).busy_s
@@ -89,7 +90,8 @@ def _rate_of_halving(setting: Setting, num_bytes: float) -> tuple[float, float]:
     times_s = [size_bytes / float(fabric.shares_per_s(here, there).min()) for here, there, size_bytes in stages]
     latencies_s = [float(fabric.latency_s(here, there).max()) for here, there, _ in stages]
     ideal = costs.halving_doubling_s(setting.num_workers, num_bytes, bytes_per_s=1.0)
-    return ideal / sum(times_s), sum(latencies_s) / len(latencies_s) + setting.message_s
+    round_s = setting.round_s(np.array(setting.places.workers))
+    return ideal / sum(times_s), sum(latencies_s) / len(latencies_s) + round_s
 
 
 def all_gather(setting: Setting, num_bytes: float) -> tuple[float, Loads]:
@@ -98,10 +100,10 @@ def all_gather(setting: Setting, num_bytes: float) -> tuple[float, Loads]:
     "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11), 1997,
     section 4)."""
     fabric, ranks = setting.fabric, np.array(setting.places.workers)
-    time_s, total, distance = setting.operation_s, fabric.nothing, 1
+    time_s, total, distance, least_s = setting.operation_s, fabric.nothing, 1, setting.hop_s(ranks)
     while distance < len(ranks):
         there, sent_bytes = np.roll(ranks, distance), min(distance, len(ranks) - distance) * num_bytes
         hops_s = sent_bytes / fabric.shares_per_s(ranks, there) + fabric.latency_s(ranks, there)
-        time_s, total = time_s + float(hops_s.max()), total + fabric.messages(ranks, there, sent_bytes)
+        time_s, total = time_s + max(float(hops_s.max()), least_s), total + fabric.messages(ranks, there, sent_bytes)
         distance *= 2
     return time_s, total

@@ -94,7 +94,7 @@ def coded_mean(
         among = fabric.everyone_to_everyone(hosts, hosts, sent) + fabric.messages(hosts, hosts, -sent)
         time_s += rounds * float(fabric.farthest_s(hosts, hosts).max())
         each_s = fabric.busiest(among).busy_s / (size - 1)
-        time_s += rounds * costs.burst_s(size - 1, each_s=each_s, message_s=setting.message_s)
+        time_s += rounds * costs.burst_s(size - 1, each_s=each_s, message_s=setting.round_s(hosts))
         loads = loads + among * rounds
     if scope == "links" and setting.ring.num_inner.any():  # the ranks of a host hand theirs to the first, and back
         inner = fabric.messages(leaders, leaders, setting.ring.num_inner.astype(np.float64) * 2 * work.parameter_bytes)
@@ -132,6 +132,13 @@ def payload_bytes(codec: Codec, work: StepWork) -> float:
     if not codec.shaped:
         shapes = [(sum(math.prod(shape) for shape in shapes),)]
     return float(sum(codec.num_bytes(shape) for shape in shapes))
+
+
+def bytes_apart(codec: Codec, work: StepWork) -> float:
+    """Of one worker's gradients, or of as large a change, where each tensor is coded by itself."""
+    if codec.shaped or work.tensor_shapes:
+        return float(sum(map(codec.num_bytes, shapes_of(work))))
+    return float(sum(codec.num_bytes((size // 4,)) for size in work.tensor_bytes))
 
 
 def shapes_of(work: StepWork) -> Sequence[Shape]:

@@ -177,9 +177,10 @@ def _of_neighbours(traffic: Neighbouring, setting: Setting) -> Cycle:
 
     slowest_s = computed_s(hops=2)
     if traffic.behind_computing:
-        cycle = _behind_computing(traffic, setting, slowest_s, exchange_s, loads)
+        shown_s = coding_s + statistics.fmean(each.posted_s for each in rounds)
+        cycle = _behind_computing(traffic, setting, slowest_s, exchange_s - shown_s + coding_s, loads)
         low_s, high_s = cycle.bounds_s or (cycle.end_s, cycle.end_s)
-        return replace(cycle, end_s=cycle.end_s + coding_s, bounds_s=(low_s + coding_s, high_s + coding_s))
+        return replace(cycle, end_s=cycle.end_s + shown_s, bounds_s=(low_s + shown_s, high_s + shown_s))
     all_s = traffic.every * setting.slowest_s(traffic.every)
     return Cycle(
         slowest_s=slowest_s,

@@ -22,9 +22,10 @@ class Draws:
     def next_s(self, rank: int, *, num_steps: int = 1) -> float:
         return sum(self._times[rank].draw(self._means_s[rank]) for _ in range(num_steps))
 
-    def all_s(self, now_s: Floats) -> Floats:
-        """How long all workers compute a step from these times on, turns at cores included."""
+    def all_s(self, now_s: Floats, *, besides_s: Floats | float = 0.0) -> Floats:
+        """How long all workers compute a step from these times on, and do what needs a core for so long besides, turns
+        at cores included."""
         needed_s = np.array([self.next_s(rank) for rank in range(len(self._times))])
         if self._cores is None:
-            return needed_s
-        return self._cores.serve(now_s, needed_s / self._sharing) - now_s
+            return needed_s + besides_s
+        return self._cores.serve(now_s, needed_s / self._sharing + besides_s) - now_s

@@ -26,13 +26,26 @@ class Round:
 
     senders: Numbers
     receivers: Numbers
-    sent_s: Floats
-    """From when the sender has computed until the receiver has the message, while all others are under way."""
+    posting_s: Floats
+    """How long the sender of each is at posting all of its own."""
+    core_s: Floats
+    """What each worker's messages, both ways, take of a core that hosts share."""
+    turns_s: float
+    """How long the core that has most of them is at it."""
+    way_s: Floats
+    """From when the sender has posted it until the receiver has it, while all others are under way."""
     loads: Loads
 
     @property
+    def posted_s(self) -> float:
+        """From when all have computed until the last has posted its own, which hides behind nothing."""
+        return max(self.turns_s, float(self.posting_s.max(initial=0.0)))
+
+    @property
     def slowest_s(self) -> float:
-        return float(self.sent_s.max(initial=0.0))
+        """From when all have computed until each has heard from its neighbours."""
+        sent_s = np.maximum(self.posting_s, self.turns_s) + self.way_s
+        return float(sent_s.max(initial=0.0))
 
 
 def rounds_of(traffic: Neighbouring, setting: Setting) -> list[Round]:
@@ -57,9 +70,20 @@ def _round(traffic: Neighbouring, step: int, setting: Setting) -> Round:
     senders, receivers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     hosts = np.array(setting.places.workers)
     here, there = hosts[senders], hosts[receivers]
-    posting_s = np.bincount(senders, minlength=size)[senders] * setting.message_s
-    sent_s: Floats = posting_s + num_bytes / fabric.shares_per_s(here, there) + fabric.latency_s(here, there)
-    return Round(senders, receivers, sent_s, fabric.messages(here, there, num_bytes))
+    num_sent: Floats = np.bincount(senders, minlength=size).astype(np.float64)
+    sent_core_s, taken_core_s = setting.ends_core_s(here, there)
+    own_core_s: Floats = np.zeros(size)
+    np.add.at(own_core_s, senders, sent_core_s)
+    np.add.at(own_core_s, receivers, taken_core_s)
+    return Round(
+        senders,
+        receivers,
+        posting_s=num_sent[senders] * setting.message_s,
+        core_s=own_core_s,
+        turns_s=float(np.bincount(setting.cores, own_core_s).max()),
+        way_s=num_bytes / fabric.shares_per_s(here, there) + fabric.latency_s(here, there),
+        loads=fabric.messages(here, there, num_bytes),
+    )
 
 
 def is_coded(traffic: Neighbouring, setting: Setting) -> bool:

@@ -2,19 +2,21 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from paceline.codec import TensorCodec
 from paceline.engines.virtual.network.links import CHUNK_BYTES
 from paceline.engines.virtual.server import update_bytes
 from paceline.messages import FRAME_BYTES
 from paceline.planner import costs
-from paceline.planner.coded import payload_bytes
+from paceline.planner.coded import bytes_apart, payload_bytes
 from paceline.planner.fabric import Floats, Loads
 from paceline.planner.key_ranges import range_s, remote_bytes
 from paceline.planner.row_exchange import RowExchange, row_exchange
 from paceline.planner.setting import Setting
+from paceline.server.coded_push import push_coding_s
 from paceline.server.windows import PIECES_UNDER_WAY
 from paceline.strategies.traits import Served
 
@@ -135,19 +137,20 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
     workers, servers = np.array(setting.places.workers), np.array(setting.places.servers)
     num_workers, num_servers = len(workers), len(servers)
     range_bytes = work.parameter_bytes / num_servers
-    push_part, encode_s, decode_s = _coded(setting, coding)
+    is_local = len({*setting.places.workers, *setting.places.servers}) == 1
+    is_sent_in_pieces = work.is_element_wise and not is_local
+    frame_bytes = min(range_bytes, FRAME_BYTES if is_sent_in_pieces else range_bytes)
+    coded = _coded(setting, coding, frame_bytes)
+    push_part = coded.part
     push = fabric.everyone_to_everyone(workers, servers, range_bytes * push_part, is_packed=True)
     pull = fabric.everyone_to_everyone(servers, workers, range_bytes, is_packed=True)
     push_s, pull_s = fabric.busiest(push).busy_s, fabric.busiest(pull).busy_s
     both = fabric.busiest(push + pull)
-    is_local = len({*setting.places.workers, *setting.places.servers}) == 1
     is_apart = not {*setting.places.workers} & {*setting.places.servers}
-    is_sent_in_pieces = work.is_element_wise and not is_local
     has_quorum = coding is not None and coding.quorum is not None
     is_cut = is_sent_in_pieces and not has_quorum  # one part decides of whom an update is: no other answers before it
     needs_all = num_gradients == num_workers
     piece_bytes = min(range_bytes, FRAME_BYTES if is_cut else range_bytes)
-    frame_bytes = min(range_bytes, FRAME_BYTES if is_sent_in_pieces else range_bytes)
     last_bytes = (range_bytes % piece_bytes or piece_bytes) % CHUNK_BYTES or CHUNK_BYTES
     touched_bytes = update_bytes(num_gradients, range_bytes, work.state_bytes / num_servers)
     rows = row_exchange(setting, coding.row_staleness if coding is not None else 0, work.weights)
@@ -179,8 +182,8 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
         both_s=both.busy_s,
         both_push_s=fabric.busy_s(push, both),
         update_s=float(update_s.max()),
-        request_s=math.ceil(range_bytes / frame_bytes) * cluster.servers.request_s + decode_s,
-        ask_s=cluster.communication.request_s + encode_s + rows.latency_s,
+        request_s=math.ceil(range_bytes / frame_bytes) * cluster.servers.request_s + coded.decode_s,
+        ask_s=cluster.communication.request_s + coded.encode_s + rows.latency_s,
         latency_s=2 * fabric.farthest_s(workers, servers) * (2 if has_quorum and num_servers > 1 else 1),
         num_pieces=range_bytes / piece_bytes,
         turn_s=min(1.0, last_bytes / range_bytes) * pull_s / num_workers if rows.turn_s is None else rows.turn_s,
@@ -199,20 +202,39 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
     )
 
 
-def _coded(setting: Setting, coding: Served | None) -> tuple[float, float, float]:
-    """What a push is of the gradients' bytes; how long a worker encodes it, and each server decodes its part."""
-    hosts = {*setting.places.workers, *setting.places.servers}
-    if coding is None or coding.codec is None or (coding.codec_scope == "links" and len(hosts) == 1):
-        return 1.0, 0.0, 0.0
-    codec, num_bytes = coding.codec, setting.work.parameter_bytes
-    each = setting.cluster.each_host()
-    encode_s, decode_s = (seconds * num_bytes / 1e9 for seconds in codec.seconds_per_gbyte)
-    if codec.feedback:
-        encode_s += decode_s
-    return (
-        payload_bytes(codec, setting.work) / num_bytes,
-        encode_s / min(each[host].speed for host in setting.places.workers),
-        decode_s / len(setting.places.servers) / min(each[host].speed for host in setting.places.servers),
+@final
+class _Coded(NamedTuple):
+    part: float
+    """What a push is of the gradients' bytes."""
+    encode_s: float
+    """The slowest worker encodes its push for so long."""
+    decode_s: float
+    """The busiest server decodes its part of one worker's push for so long, on the average of all workers."""
+
+
+def _coded(setting: Setting, coding: Served | None, piece_bytes: float) -> _Coded:
+    """Of pushes in pieces of so many bytes, which are coded one by one; of an optimizer that wants whole tensors, these
+    are. What a server beside gets goes as it is, or else the worker decodes it, too."""
+    places, work = setting.places, setting.work
+    is_local = len({*places.workers, *places.servers}) == 1
+    if coding is None or not isinstance(coding.codec, TensorCodec) or (coding.codec_scope == "links" and is_local):
+        return _Coded(1.0, 0.0, 0.0)
+    codec, num_servers, operation_s = coding.codec, len(places.servers), setting.cluster.communication.coding_s
+    range_bytes = work.parameter_bytes / num_servers
+    num_tensors = math.ceil(range_bytes / piece_bytes) if work.is_element_wise else len(work.tensor_bytes) / num_servers
+    encode_s, decode_s = push_coding_s(codec, range_bytes, num_tensors=num_tensors, operation_s=operation_s)
+    here = np.bincount(places.servers, minlength=setting.fabric.num_hosts)[np.array(places.workers)]
+    encoding_s = (num_servers - here) * encode_s
+    if coding.codec_scope == "all":
+        encoding_s = encoding_s + here * (encode_s + decode_s)
+    beside = np.bincount(places.workers, minlength=setting.fabric.num_hosts)[np.array(places.servers)]
+    speeds = np.array([setting.cluster.each_host()[host].speed for host in places.servers])
+    elsewhere = 1 - beside / setting.num_workers
+    num_bytes = payload_bytes(codec, work) if work.is_element_wise else bytes_apart(codec, work)
+    return _Coded(
+        num_bytes / work.parameter_bytes,
+        float((encoding_s * setting.core_shares).max()),
+        float((elsewhere * decode_s / speeds).max()),
     )
 
 

@@ -155,6 +155,14 @@ class Setting:
         )
 
     @cached_property
+    def core_shares(self) -> Floats:
+        """How long each worker takes for a second's work of a core of speed 1, which other workers may share."""
+        hosts, sharing = self.cluster.each_host(), [self.groups[number].num_sharing for number in self.group_of]
+        speeds = np.array([hosts[host].speed for host in self.places.workers])
+        shares: Floats = np.array(sharing) / speeds
+        return shares
+
+    @cached_property
     def takes_turns(self) -> bool:
         """Whether workers wait for others to compute on their core."""
         return any(group.num_sharing > 1 for group in self.groups)
@@ -231,18 +239,13 @@ class Setting:
         return self.ring_among(leaders, np.array([len(host) - 1 for host in ranks]))
 
     def ring_among(self, leaders: Numbers, num_inner: Numbers) -> RingReduction:
-        """Where hosts share cores, a round waits for these to serve all that are on them."""
-        hops, least_us = self.cluster.communication, self.cluster.communication.hop_us
-        if self.cluster.shared_cores is not None:
-            most = max(Counter(map(self.cluster.core_of, leaders.tolist())).values())
-            least_us = most * hops.hop_core_us
-        return RingReduction(self.fabric, leaders, num_inner, least_s=least_us * 1e-6)
+        return RingReduction(self.fabric, leaders, num_inner, least_s=self.hop_s(leaders))
 
     @cached_property
     def ring_of_ranks(self) -> RingReduction:
         """Through every rank, as the algorithm over send and receive goes."""
         ranks = np.array(self.places.workers)
-        return RingReduction(self.fabric, ranks, np.zeros_like(ranks), self.message_s)
+        return RingReduction(self.fabric, ranks, np.zeros_like(ranks), self.round_s(ranks))
 
     @cached_property
     def trees(self) -> Trees:
@@ -258,6 +261,29 @@ class Setting:
         """Posting a message holds a worker up for so long."""
         return self.cluster.communication.message_us * 1e-6
 
+    def hop_s(self, hosts: Numbers) -> float:
+        """The least that a collective operation takes to pass something on from each of these hosts to another."""
+        costs, most = self.cluster.communication, self._most_on_a_core(hosts)
+        return (most * costs.hop_core_us if most else costs.hop_us) * 1e-6
+
+    def round_s(self, hosts: Numbers) -> float:
+        """How long a worker of each of these hosts is at sending another one a message, besides what passes links.
+        Cores that hosts share handle both ends, one after the other."""
+        return max(self.message_s, self._most_on_a_core(hosts) * self.cluster.communication.message_core_us * 1e-6)
+
+    def ends_core_s(self, senders: Numbers, receivers: Numbers) -> tuple[Floats, Floats]:
+        """What messages from each of these hosts to the one in the same place take of the cores of either end, where
+        hosts share cores. What stays on its host takes its sender as long, and its receiver nothing."""
+        shares = self.cluster.shared_cores is not None
+        half_s = self.cluster.communication.message_core_us * 1e-6 / 2 * shares
+        return np.full(len(senders), half_s), np.where(senders != receivers, half_s, 0.0)
+
+    def _most_on_a_core(self, hosts: Numbers) -> int:
+        """How many of these hosts share the core that most are on; 0 where hosts share none."""
+        if self.cluster.shared_cores is None:
+            return 0
+        return max(Counter(map(self.cluster.core_of, hosts.tolist())).values())
+
     def halving_stages(self, num_bytes: float) -> list[tuple[Numbers, Numbers, float]]:
         """Sending hosts, receiving hosts and bytes, stage by stage."""
         ranks = np.array(self.places.workers)
@@ -269,7 +295,7 @@ class Setting:
         found = []
         for here, there, size in _halving(len(ranks), num_bytes):
             sent_s = size / fabric.shares_per_s(ranks[here], ranks[there]) + fabric.latency_s(ranks[here], ranks[there])
-            found.append((here, there, sent_s + self.message_s))
+            found.append((here, there, sent_s + self.round_s(ranks)))
         return found
 
     def kind_of(self, busiest: Busiest) -> str:

@@ -120,11 +120,15 @@ def _lock_step(
 ) -> list[float]:
     """When workers have ended each exchange, on the average of all."""
     exchange, every = _exchange_of(traffic, setting), 1 if traffic is None else traffic.every
+    messages_s: Sequence[Floats | float] = [0.0]
+    if isinstance(traffic, Neighbouring):
+        messages_s = [each.core_s for each in neighbours.rounds_of(traffic, setting)]
     now_s, ends_s = np.zeros(setting.num_workers), []
     for number in range(num_exchanges):
         for _ in range(every - 1):
             now_s = now_s + draws.all_s(now_s) + setting.work.overhead_s
-        now_s = exchange(number, now_s, draws.all_s(now_s)) + setting.work.overhead_s
+        computing_s = draws.all_s(now_s, besides_s=messages_s[number % len(messages_s)])
+        now_s = exchange(number, now_s, computing_s) + setting.work.overhead_s
         ends_s.append(float(now_s.mean()))
     return ends_s
 
@@ -175,12 +179,14 @@ def _exchange_of(traffic: AllReduced | Neighbouring | None, setting: Setting) ->
 def _among_neighbours(
     rounds: list[neighbours.Round], hidden_s: float | None, number: int, now_s: Floats, computing_s: Floats
 ) -> Floats:
-    """Each worker waits for its neighbours' messages alone, which left so long before it began to compute; none: when
-    it has computed."""
+    """Each worker waits for its neighbours' messages alone, which had been posted so long before it began to compute;
+    none: they are when it has computed, which has what they take of a core in it."""
     messages, over_s = rounds[number % len(rounds)], now_s + computing_s
-    left_s = over_s.copy() if hidden_s is None else now_s - hidden_s
-    np.maximum.at(over_s, messages.receivers, left_s[messages.senders] + messages.sent_s)
-    return over_s
+    senders, posting_s = messages.senders, np.zeros_like(over_s)
+    np.maximum.at(posting_s, senders, np.maximum(0.0, messages.posting_s - messages.turns_s))
+    posted_s = (over_s + posting_s if hidden_s is None else now_s - hidden_s)[senders]
+    np.maximum.at(over_s, messages.receivers, posted_s + messages.way_s)
+    return over_s if hidden_s is None else over_s + posting_s
 
 
 def _behind_backward(
@@ -213,7 +219,10 @@ def _after_backward(
 
 
 def _reduced(algorithm: str, setting: Setting, begin_s: Floats, num_bytes: float) -> Floats:
-    """When each rank is through an all-reduce that they enter at these times."""
+    """When each rank is through an all-reduce that they enter at these times. Where they take turns at cores, nobody
+    gains by being early: its core is at the others' messages."""
+    if setting.takes_turns:
+        return np.full_like(begin_s, float(begin_s.max()) + sum(algorithms.parts_s(algorithm, setting, num_bytes)))
     if algorithm == "auto":
         return _through_hosts(setting, begin_s, num_bytes)
     if algorithm == "ring":

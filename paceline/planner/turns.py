@@ -9,14 +9,15 @@ from typing import final
 
 import numpy as np
 
-from paceline.codec import Codec
+from paceline.codec import TensorCodec
 from paceline.errors import UsageError
-from paceline.planner.coded import payload_bytes
+from paceline.planner.coded import bytes_apart
 from paceline.planner.demand import StepWork
 from paceline.planner.fabric import Floats, Loads
 from paceline.planner.setting import Setting
 from paceline.roster import Participation, Roster
 from paceline.seeding import derive
+from paceline.strategies.federated.uploading import coding_s
 from paceline.strategies.traits import ClientTurns
 
 _SEED = 0
@@ -51,8 +52,7 @@ def why_unpriced(traffic: ClientTurns, work: StepWork) -> str | None:
 
 def upload_bytes(traffic: ClientTurns, work: StepWork) -> float:
     """What a client sends of its turn. What travels beside its change is not coded."""
-    codec: Codec | None = traffic.codec
-    coded = float(work.parameter_bytes) if codec is None else payload_bytes(codec, work)
+    coded = float(work.parameter_bytes) if traffic.codec is None else bytes_apart(traffic.codec, work)
     return coded + traffic.num_besides * work.parameter_bytes
 
 
@@ -116,10 +116,14 @@ class Turns:
 
     @cached_property
     def _coding_s(self) -> list[float]:
-        """To encode a change and to decode it again, of each rank."""
-        codec, work, hosts = self._traffic.codec, self._setting.work, self._setting.cluster.each_host()
-        coding_s = 0.0 if codec is None else sum(codec.seconds_per_gbyte) * work.parameter_bytes / 1e9
-        return [coding_s / hosts[host].speed for host in self._hosts.tolist()]
+        """To encode a change and to decode it again, of each rank, whose core others may share."""
+        codec, setting, work = self._traffic.codec, self._setting, self._setting.work
+        if not isinstance(codec, TensorCodec):
+            return [0.0] * setting.num_workers
+        operation_s = setting.cluster.communication.coding_s
+        each_s = coding_s(codec, work.parameter_bytes, num_tensors=len(work.tensor_bytes), operation_s=operation_s)
+        own_s: list[float] = (each_s * setting.core_shares).tolist()
+        return own_s
 
     @cached_property
     def _latency_s(self) -> list[float]:

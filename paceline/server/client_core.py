@@ -130,7 +130,7 @@ class ClientCore:
                 continue
             server.coded.encode(step=self._begun_at + self._clock, stands_in=push.stands_in)
             if server.is_beside or not self._carries_bytes:
-                server.coded.decode_in_place()
+                server.coded.decode_in_place(by_server=not server.is_beside)
 
     def settle(self, reply: Reply) -> None:
         """The last push has been answered."""

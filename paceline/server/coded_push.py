@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from paceline.codec import TensorCodec, as_bytes, memory_of
+from paceline.codec.costs import EDGE, Speed, num_called
 from paceline.codec.joining import form_of
 from paceline.layout import Layout
 from paceline.messages import Message, WireError, from_frames, to_frames
@@ -22,13 +24,15 @@ class PushCoding:
         left: what has been left out of pushes so far, laid out like the model; none: it is forgotten.
         beside: what servers on this worker's host get is coded, too.
         spend: where time is simulated: coding has taken so many seconds.
+        operation_s: what each operation takes then, besides its bytes.
     """
 
     codec: TensorCodec
     seed: int
     left: Tensor | None = None
     beside: bool = False
-    spend: Callable[[float], None] = field(default=lambda seconds: None)
+    spend: Callable[[float], None] | None = None
+    operation_s: float = 0.0
 
 
 @dataclass
@@ -92,7 +96,6 @@ class CodedPushes:
     def encode(self, *, step: int, stands_in: bool) -> None:
         """The gradients are there. `stands_in`: they are of another worker's samples."""
         codec = self._coding.codec
-        encode_s, decode_s = codec.seconds_per_gbyte
         self._seed = derive(self._coding.seed, "push", step, self._rank)
         for shard, part in enumerate(self._shards):
             payloads: list[Tensor] = []
@@ -104,16 +107,35 @@ class CodedPushes:
                 payloads += payload
                 if after is not None:
                     part.left_next.append(after)
-                self._coding.spend((encode_s + decode_s * codec.feedback) * 4 * tensor.numel() / 1e9)
             part.raw = as_bytes(tuple(payloads))
+        self._spend(lambda: self._coding_s[0])
 
-    def decode_in_place(self) -> None:
+    def decode_in_place(self, *, by_server: bool = False) -> None:
         """The server reads the gradients where the worker has them: those of a push that is under way become what it
-        would decode."""
+        would decode.
+
+        Args:
+            by_server: where time is simulated, it is the server that takes the time for it.
+        """
         for shard, part in enumerate(self._shards):
             if part.raw is not None:
                 codec, seed = self._coding.codec, self._seed
                 _decode(codec, part.raw, part.gradients, seed=seed, server=self._server, shard=shard)
+        if self.is_encoded and not by_server:
+            self._spend(lambda: self._coding_s[1])
+
+    def _spend(self, coding_s: Callable[[], float]) -> None:
+        if self._coding.spend is not None:
+            self._coding.spend(coding_s())
+
+    @property
+    def _coding_s(self) -> tuple[float, float]:
+        """How long it takes to encode a push, and to decode it."""
+        tensors = [tensor for shard in self._shards for tensor in shard.gradients]
+        num_elements = sum(tensor.numel() for tensor in tensors)
+        return push_coding_s(
+            self._coding.codec, 4 * num_elements, num_tensors=len(tensors), operation_s=self._coding.operation_s
+        )
 
     @property
     def is_encoded(self) -> bool:
@@ -146,6 +168,40 @@ class CodedPushes:
                     left.copy_(after)
                 shard.may_owe = shard.raw is not None
             shard.left_next, shard.raw = [], None
+
+
+def push_coding_s(
+    codec: TensorCodec, num_bytes: float, *, num_tensors: float, operation_s: float
+) -> tuple[float, float]:
+    """How long a core encodes so many bytes of float32 for a push, with what was left out before, and decodes them.
+
+    Args:
+        num_tensors: in it, each of which is coded by itself.
+        operation_s: what each operation takes besides its bytes.
+    """
+    speed, (encoding, decoding) = Speed.said(codec), _num_operations(codec)
+    bytes_s = (speed.encode_s + speed.decode_s * codec.feedback, speed.decode_s)
+    encode_s, decode_s = (
+        each_s * num_bytes / 1e9 + count * num_tensors * operation_s
+        for each_s, count in zip(bytes_s, (encoding, decoding), strict=True)
+    )
+    return encode_s, decode_s
+
+
+@lru_cache(maxsize=256)
+def _num_operations(codec: TensorCodec) -> tuple[int, int]:
+    """Of encoding one tensor, and of decoding it."""
+    tensor, target, memory = torch.ones(EDGE**2), torch.empty(EDGE**2), memory_of(codec)
+    left = memory.start(tensor)
+
+    def encode() -> Tensor:
+        payload, after = memory.encode(codec, tensor, left, seed=0)
+        if left is not None and after is not None:
+            left.copy_(after)
+        return as_bytes(payload)
+
+    raw = encode()
+    return num_called(encode), num_called(lambda: _decode(codec, raw, [target], seed=0, server=0, shard=0))
 
 
 def decode_push(codec: TensorCodec, message: Message, targets: Sequence[Tensor], *, server: int, shard: int) -> None:

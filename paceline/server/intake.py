@@ -12,7 +12,7 @@ from paceline.messages import HOLD, STOP, UNCODED, VOID, Kind, Message, Raw, Wir
 from paceline.server.actions import Action, Send
 from paceline.server.admission import ProtocolError
 from paceline.server.answering import Answering, Client
-from paceline.server.coded_push import decode_push
+from paceline.server.coded_push import decode_push, push_coding_s
 from paceline.server.part import Part
 from paceline.server.spec import ServerSpec
 from paceline.server.whole_pushes import WholePushes
@@ -123,11 +123,15 @@ class Intake:
             from_frames(frames, [tensor for shard in client.gradients for tensor in shard])
         self._pushes.hold(push)
 
-    def decode_s(self, message: Message) -> float:
-        """How long a core decodes a worker's push, where time is simulated."""
-        codec = self._codec_of(message)
-        num_bytes = sum(part.tensor_bytes for _, part in self._answering.parts_of(message))
-        return 0.0 if codec is None else codec.seconds_per_gbyte[1] * num_bytes / 1e9
+    def decode_s(self, push: Message, *, operation_s: float) -> float:
+        """How long a core decodes what a worker pushes from elsewhere, where time is simulated and each operation takes
+        so long besides its bytes."""
+        codec = self._codec_of(push)
+        if codec is None or not push.tensor_bytes:
+            return 0.0
+        parts = [part for _, part in self._answering.parts_of(push)]
+        num_bytes, num_tensors = sum(part.tensor_bytes for part in parts), sum(len(part.pieces) for part in parts)
+        return push_coding_s(codec, num_bytes, num_tensors=num_tensors, operation_s=operation_s)[1]
 
     def _take_rows(self, client: Client, message: Message, parts: Sequence[tuple[int, Part]]) -> Message:
         """A push has gradients of rows behind those of the model. Have the tables take them, and return the rest."""

@@ -63,7 +63,10 @@ def push_coding_of(codec: TensorCodec | None, scope: Scope, context: Context, la
     for segment in layout.segments:
         require_real(codec, segment.dtype)
     left = torch.zeros(layout.num_bytes, dtype=torch.uint8) if codec.feedback else None
-    return PushCoding(codec, context.seed, left, beside=scope == "all", spend=context.pacing.spend)
+    pacing, coding = context.pacing, PushCoding(codec, context.seed, left, beside=scope == "all")
+    if not pacing.is_simulated:
+        return coding
+    return replace(coding, spend=pacing.spend, operation_s=pacing.operation_s)
 
 
 def left_of(coding: PushCoding | None, layout: Layout) -> list[Tensor]:

@@ -38,9 +38,10 @@ class VirtualServer:
     """Takes messages on the timeline, when they have arrived.
 
     Requests are worked on one after the other: a push of a shard, or a request about rows. `costs` say how long each
-    takes, and how much of that needs the core of a `thread`, where others share it. An update takes the time of moving
-    what it reads and writes through the host's memory; rows, which lie scattered there, are picked out and put back at
-    their own rate.
+    takes, and how much of that needs the core of a `thread`, where others share it. What comes coded is decoded on the
+    same core; on a host of speed 1 an operation of the codec takes `operation_s` besides its bytes. An update takes the
+    time of moving what it reads and writes through the host's memory; rows, which lie scattered there, are picked out
+    and put back at their own rate.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class VirtualServer:
         reporter: Reporter,
         costs: RequestCosts,
         speed: float = 1.0,
+        operation_s: float = 0.0,
         thread: Thread | None = None,
     ) -> None:
         self.core = ServerCore(index=index, epoch=EPOCH)
@@ -63,7 +65,7 @@ class VirtualServer:
         self._clients: dict[tuple[int, int], Client] = {}  # by the optimizer's number and the rank
         self._timeline, self._network, self._reporter = timeline, network, reporter
         self._memory_bytes_per_s, self._row_bytes_per_s = memory_bytes_per_s, row_bytes_per_s
-        self._costs, self._speed, self._thread = costs, speed, thread
+        self._costs, self._speed, self._operation_s, self._thread = costs, speed, operation_s, thread
         self._free_s = 0.0
         self.pushed_s: dict[int, float] = {}
         """By worker, when the first one of the run's optimizers had word of its last push."""
@@ -93,13 +95,15 @@ class VirtualServer:
         num_requests = 1 if message.kind in ABOUT_ROWS else 0
         if message.kind is Kind.EXCHANGE:
             num_requests = len(core.parts) if message.shard == ALL_SHARDS else 1
-        cost = self._costs.next(about_rows=message.kind in ABOUT_ROWS)
+        cost, decode_s = self._costs.next(about_rows=message.kind in ABOUT_ROWS), 0.0
+        if message.kind is Kind.EXCHANGE and client.host != self.host:
+            decode_s = core.intake.decode_s(message, operation_s=self._operation_s) / self._speed
         if self._thread is None:
-            self._take(client, message, num_requests * cost.duration_s)
+            self._take(client, message, num_requests * cost.duration_s + decode_s)
         else:
             core_s = num_requests * cost.of_core_s(is_beside=client.host == self.host)
             left_s = max(0.0, num_requests * cost.duration_s - core_s)
-            self._thread.run(core_s, self._take, client, message, left_s)
+            self._thread.run(core_s + decode_s, self._take, client, message, left_s)
 
     def _take(self, client: Client, message: Message, request_s: float) -> None:
         """The message is looked at, which takes `request_s` more."""
@@ -109,8 +113,6 @@ class VirtualServer:
         if message.kind is Kind.EXCHANGE:
             self.pushed_s[message.sender] = now_s
             self._work(request_s)
-            if client.host != self.host and message.tensor_bytes:
-                self._free_s += core.intake.decode_s(message) / self._speed
         self._do(number, partial(core.receive, message, now_s), about_rows=message.kind in ABOUT_ROWS)
 
     def _work(self, duration_s: float) -> None:

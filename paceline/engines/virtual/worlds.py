@@ -94,6 +94,7 @@ class Worlds:
                 costs=requests.of_servers(cluster, self._draws("server", index)),
                 reporter=reporter,
                 speed=self._hosts[host].speed,
+                operation_s=cluster.communication.coding_s,
                 thread=self._thread(host) if self._cores else None,
             )
             for index, host in enumerate(self.places.servers)

@@ -230,10 +230,9 @@ class FederatedSynchronizer(Synchronizer):
 
     def _carry(self) -> None:
         """Let the simulated time pass in which a client's change is encoded, sent to the server, and decoded."""
-        pacing, timing, codec = self.context.pacing, self.context.collective.timing, self._strategy.codec
-        if codec is not None:
-            num_gbytes = sum(change.nbytes for change in self._server.parameters) / 1e9
-            pacing.spend(sum(codec.seconds_per_gbyte) * num_gbytes)
+        pacing, timing = self.context.pacing, self.context.collective.timing
+        if self._upload is not None:
+            pacing.spend(self._upload.coding_s(self._server.parameters, operation_s=pacing.operation_s))
         timing.communication_s += pacing.carry(self._upload_bytes)
         timing.moved_bytes += self._upload_bytes
 

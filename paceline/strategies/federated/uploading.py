@@ -1,12 +1,14 @@
 """What a client sends of its change: encoded, and decoded by the server."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import final
 
 import torch
 from torch import Tensor
 
 from paceline.codec import Codec, TensorCodec
+from paceline.codec.costs import EDGE, num_called
 from paceline.errors import UsageError
 from paceline.layout import TensorSpec
 from paceline.seeding import derive
@@ -74,6 +76,29 @@ class Upload:
     def num_bytes(self, changes: Sequence[Tensor]) -> int:
         """Bytes of all that a client sends of its change."""
         return sum(self._codec.num_bytes(tuple(change.shape)) for change in changes)
+
+    def coding_s(self, changes: Sequence[Tensor], *, operation_s: float) -> float:
+        """As the function of that name, of such changes."""
+        num_bytes = 4 * sum(change.numel() for change in changes)
+        return coding_s(self._codec, num_bytes, num_tensors=len(changes), operation_s=operation_s)
+
+
+def coding_s(codec: TensorCodec, num_bytes: float, *, num_tensors: int, operation_s: float) -> float:
+    """How long a core encodes a change of so many bytes of float32, and decodes it again.
+
+    Args:
+        num_tensors: in it, each of which is coded by itself.
+        operation_s: what each operation takes besides its bytes.
+    """
+    return sum(codec.seconds_per_gbyte) * num_bytes / 1e9 + num_tensors * _num_operations(codec) * operation_s
+
+
+@lru_cache(maxsize=256)
+def _num_operations(codec: TensorCodec) -> int:
+    """Of one tensor."""
+    change, upload = torch.ones(EDGE, EDGE), Upload(codec, seed=0)
+    left = [torch.zeros_like(change)] if codec.feedback else []
+    return num_called(lambda: upload.passed([change], left, client=0, round_number=0))
 
 
 def require_of_clients(codec: Codec, *, keeps_state: bool, is_private: bool, is_secure: bool) -> TensorCodec:

@@ -1,0 +1,98 @@
+"""What plans say of messages between workers, besides what passes links: worked by hand, beside the planner's simulator
+and beside runs on the virtual engine, on cores of their own and on cores that hosts share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cluster.description import Cluster, Communication, Compute, Hosts
+from paceline.planner import StepWork, predict
+from paceline.planner.algorithms import all_gather
+from paceline.planner.setting import Setting
+from paceline.planner.simulator import simulate
+from tests.conformance.test_codecs import large
+from tests.conformance.virtual_cluster import run
+
+STEP_S, MESSAGE_S, CORE_S, HOP_S, HOP_CORE_S = 0.004, 2e-3, 1e-3, 3e-3, 5e-4
+COSTS = Communication(
+    message_us=MESSAGE_S * 1e6, message_core_us=CORE_S * 1e6, hop_us=HOP_S * 1e6, hop_core_us=HOP_CORE_S * 1e6
+)
+TURN_S = 4 * CORE_S
+"""One message of each of four workers, both ends of each on one core."""
+WORK = StepWork(tensor_bytes=(16_384, 160, 16), tensor_shapes=((4096,), (4, 10), (4,)), samples=4)
+
+
+def cluster_of(shared_cores: int | None, **compute: Any) -> Cluster:
+    """Hosts whose links take next to nothing."""
+    hosts = Hosts(count=8, bandwidth_gbit_per_s=1000.0, latency_us=0.01, memory_gbyte_per_s=1e6)
+    return Cluster(
+        hosts=(hosts,), compute=Compute(step_s=STEP_S, **compute), communication=COSTS, shared_cores=shared_cores
+    )
+
+
+CASES: list[tuple[str, dict[str, Any], float, float]] = [  # what four workers' messages take alone, and on one core
+    ("all-reduce", {"algorithm": "ring"}, 6 * MESSAGE_S, 6 * TURN_S),
+    ("all-reduce", {"algorithm": "halving-doubling"}, 4 * MESSAGE_S, 4 * TURN_S),
+    ("all-reduce", {"algorithm": "all-to-all"}, 6 * MESSAGE_S, 6 * TURN_S),
+    ("all-reduce", {"algorithm": "naive-ring"}, 3 * MESSAGE_S, 3 * TURN_S),
+    ("all-reduce", {"codec": "top-k"}, 3 * MESSAGE_S + 6 * HOP_S, 3 * TURN_S + 6 * 4 * HOP_CORE_S),
+    ("gossip", {"topology": "ring"}, 2 * MESSAGE_S, 2 * TURN_S),
+    ("gossip", {"topology": "one-peer"}, MESSAGE_S, TURN_S),
+    ("gossip", {"topology": "everybody"}, 3 * MESSAGE_S, 3 * TURN_S),
+    ("gossip", {"topology": "ring", "order": "awc"}, 2 * MESSAGE_S, 2 * TURN_S),
+]
+
+
+@pytest.mark.parametrize(("strategy", "options", "alone_s", "shared_s"), CASES, ids=str)
+def test_messages_take_their_senders_and_cores_that_hosts_share_by_hand(
+    strategy: str, options: dict[str, Any], alone_s: float, shared_s: float
+) -> None:
+    for cores, taken_s in ((None, STEP_S + alone_s), (1, 4 * STEP_S + shared_s)):
+        found = predict(cluster_of(cores), strategy=strategy, workers=4, work=WORK, options=options)
+        assert found.step_s == pytest.approx(taken_s, rel=0.02)
+
+
+@pytest.mark.parametrize(("strategy", "options", "alone_s", "shared_s"), CASES, ids=str)
+@pytest.mark.parametrize("cores", [None, pytest.param(2, marks=pytest.mark.slow), 1])
+def test_plans_come_true(
+    strategy: str, options: dict[str, Any], alone_s: float, shared_s: float, cores: int | None, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"strategy": strategy, "workers": 4, "work": WORK, "options": options}
+    found = predict(cluster_of(cores), **given)
+    own = {**options, "own_scores": False} if strategy == "gossip" else options
+    script = partial(large, shape=(4096,))
+    result = run(script, tmp_path, strategy, 4, cluster=cluster_of(cores), options=own, max_steps=24)
+    ends = [step.time_s for step in result.steps if step.worker == 0]
+    assert (ends[-1] - ends[7]) / (len(ends) - 8) == pytest.approx(found.step_s, rel=0.06)
+    assert simulate(cluster_of(cores), **given, steps=20).step_s == pytest.approx(found.step_s, rel=0.02)
+
+
+def test_who_posts_little_on_a_quiet_core_is_not_held_up() -> None:
+    """The hub of a star posts three messages, and three hosts have one core each."""
+    found = predict(cluster_of(8), strategy="gossip", workers=4, work=WORK, options={"topology": "star"})
+    assert found.step_s == pytest.approx(STEP_S + 3 * MESSAGE_S, rel=0.02)
+
+
+def test_a_trees_messages_come_level_by_level() -> None:
+    """Few are under way at a time, so that they hardly meet at a core."""
+    alone, shared = (
+        predict(cluster_of(cores), strategy="all-reduce", workers=4, work=WORK, options={"algorithm": "tree"})
+        for cores in (None, 1)
+    )
+    assert shared.step_s - alone.step_s == pytest.approx(3 * STEP_S)
+
+
+@pytest.mark.parametrize(("workers", "rounds"), [(4, 2), (5, 3), (8, 3)])
+def test_an_all_gather_takes_a_hop_a_round(workers: int, rounds: int) -> None:
+    work = replace(WORK, step_s=STEP_S)
+    alone, shared = (
+        all_gather(Setting.of(cluster_of(cores), work, num_workers=workers, num_servers=0), 8.0)[0]
+        for cores in (None, 1)
+    )
+    assert alone == pytest.approx(rounds * HOP_S)
+    assert shared == pytest.approx(rounds * workers * HOP_CORE_S)

@@ -73,6 +73,8 @@ class Exchange:
                 for index, bucket in enumerate(buckets)
             ]
             self._starts = [coded.start for coded in self._coded]
+        self.is_coded = bool(self._coded)
+        """Whether a codec encodes values."""
 
     @property
     def completes_alike(self) -> bool:

@@ -1,14 +1,16 @@
 """How an all-reduce over shared memory is done, and what stays the same between all-reduces of one form."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.arrays import as_array
+from paceline.arrays import as_array, without_warnings
 from paceline.comm.arguments import pieces
 from paceline.comm.base import NonFinite, ReduceOp
 from paceline.comm.reduction import ArrayReduction, Reduction
@@ -107,6 +109,8 @@ class _SmallPlan:
         in_arrays = signature.dtype in (torch.float32, torch.float64)
         self._view: Callable[[Tensor], Any] = as_array if in_arrays else lambda tensor: tensor
         self._reduction: Callable[[Sequence[Any], Any], None] = ArrayReduction(op) if in_arrays else reduction
+        self._exchange = without_warnings(self._reduce)  # torch does not warn either
+        self._sum: Callable[[Any], float] = np.add.reduce if in_arrays else _sum_of
         self._views = [[self._view(part) for part in parts] for parts in slots]
         self._mine = [parts[rank] for parts in self._views]
 
@@ -116,13 +120,19 @@ class _SmallPlan:
         def load(slot: int) -> None:
             self._mine[slot][:] = target
 
-        def exchange(slot: int) -> NonFinite | None:
-            with np.errstate(all="ignore"):  # like torch, which does not warn
-                self._reduction(self._views[slot], target)
-                seems_well = not is_watched or seems_finite(target)
-            return None if seems_well else find(self._slots[slot], tensor)
-
+        exchange = partial(self._exchange, target, tensor if is_watched else None)
         return Step(self._signature, load=load, exchange=exchange, is_watched=is_watched, moved_bytes=self._moved_bytes)
+
+    def _reduce(self, target: Any, watched: Tensor | None, slot: int) -> NonFinite | None:
+        """Into the target, which is the same memory as the tensor that is watched, if one is."""
+        self._reduction(self._views[slot], target)
+        if watched is None or math.isfinite(self._sum(target)):
+            return None
+        return find(self._slots[slot], watched)
+
+
+def _sum_of(tensor: Tensor) -> float:
+    return float(tensor.sum())
 
 
 @final

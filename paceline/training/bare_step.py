@@ -1,0 +1,35 @@
+"""An optimizer's own step without what torch wraps around it for others, where there are none.
+
+torch calls every optimizer's step inside of a mark for its profiler, and between hooks. The mark alone takes fourteen
+calls in Python, whether anybody profiles or not: as many as Paceline's own part of a step.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_optimizers: Any = sys.modules[Optimizer.__module__]  # which torch.optim does not show
+_is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
+_WRAPPED = Optimizer.profile_hook_step(lambda this: None).__code__
+
+
+def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """The optimizer's `step` without a closure. Where a profiler runs, or somebody has hooks on steps besides the one
+    hook of `UnpreparedSteps`, which leaves prepared optimizers alone, torch's wrapper is called with all that it does.
+    """
+    whole: Any = optimizer.step
+    wrapper = getattr(whole, "__func__", None)
+    if wrapper is None or getattr(wrapper, "__code__", None) is not _WRAPPED:
+        return whole  # type: ignore[no-any-return]  # a scheduler, or the script, has put its own there
+    bare = wrapper.__wrapped__
+
+    def step() -> Any:
+        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        if hooks or _optimizers._global_optimizer_post_hooks or len(_optimizers._global_optimizer_pre_hooks) > 1:
+            return whole()
+        return whole() if _is_profiled() else bare(optimizer)
+
+    return step

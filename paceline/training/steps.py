@@ -11,7 +11,7 @@ from paceline.errors import CallMismatch, PacelineError, UsageError
 from paceline.strategies.base import Synchronizer
 from paceline.strategies.replica import may_evaluate
 from paceline.training import row_tables
-from paceline.training.bare_step import bare_step
+from paceline.training.bare_optimizer import bare_step, bare_zero_grad
 from paceline.training.cadence import NEVER, Cadence
 from paceline.training.course import Course
 from paceline.training.sharding import DIFFERS, UnpreparedLoaders
@@ -93,6 +93,7 @@ class Steps:
         if hasattr(own_step, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler made before counts on it
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        bare_zero_grad(optimizer)
 
     def tell_facts(self, facts: Mapping[str, object]) -> None:
         """Record what the strategy has measured or chosen, when it is new."""

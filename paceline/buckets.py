@@ -20,6 +20,7 @@ NONFINITE, STOP, TURN, SPREAD = 0, 1, 2, 3
 MOST_RANKS = 256
 """For so many, means of turns and of their squares are exact enough in every dtype to tell whether turns differ."""
 _HALF_BYTES = 2
+_FEW = 8  # tensors: so few are copied faster one by one, in code that backward has just used
 _GRADIENT: Any = Tensor.grad
 _grad_of = _GRADIENT.__get__  # which `GradientReads` does not take for a read of the script's
 _TURNS, _HALF_TURNS = 16, 3  # how many are told apart
@@ -245,7 +246,7 @@ class GradientBuckets:
             if gradient is None:
                 view.zero_()
             elif gradient is not view:
-                if gradient.is_sparse:
+                if gradient.layout is not torch.strided and gradient.is_sparse:
                     gradient = gradient.to_dense()  # of an Embedding with sparse=True
                 if gradient.layout is not torch.strided or gradient.requires_grad or gradient.dtype is not view.dtype:
                     raise UsageError(self._refusal(index, gradient))
@@ -254,8 +255,11 @@ class GradientBuckets:
                 parameter.grad = view
             if view.data_ptr() != self._places[index]:
                 raise UsageError(self._refusal(index, parameter))
-        if new:
+        if len(new) > _FEW:
             torch._foreach_copy_(views, new)
+        else:
+            for view, gradient in zip(views, new, strict=True):
+                view.copy_(gradient)
         return used
 
     def _put(self, index: int, *, is_used: bool) -> None:

@@ -194,7 +194,10 @@ class GradientAveraging:
             self._buckets.buckets[bucket].values.mul_(self.weight)
         if owner.context.hostility is not None:  # an attack looks at all gradients
             return
-        self._works.append(self._exchange.start(bucket, step=owner.iteration, weights=self._weights))
+        if self._exchange.is_plain:
+            self._works.append(self._exchange.starts[bucket]())
+        else:
+            self._works.append(self._exchange.start(bucket, step=owner.iteration, weights=self._weights))
         if is_last:  # nothing is left to hide it
             return
         if self._behind_backward:

@@ -20,6 +20,7 @@ NONFINITE, STOP, TURN, SPREAD = 0, 1, 2, 3
 MOST_RANKS = 256
 """For so many, means of turns and of their squares are exact enough in every dtype to tell whether turns differ."""
 _HALF_BYTES = 2
+_FEW = 8  # tensors: so few are copied faster one by one, in code that backward has just used
 _GRADIENT: Any = Tensor.grad
 _grad_of = _GRADIENT.__get__  # which `GradientReads` does not take for a read of the script's
 _TURNS, _HALF_TURNS = 16, 3  # how many are told apart
@@ -88,13 +89,16 @@ class GradientBuckets:
         self._readable_flags = [as_array(_real(bucket.flags)) for bucket in self.buckets]
         self._indices = [[slot.index for slot in segment.slots] for segment in layout.segments]
         self._num_gradients = [len(indices) for indices in self._indices]
-        self._missing = self._num_gradients.copy()
+        self.missing = self._num_gradients.copy()
+        """Gradients of each bucket that are to come in this pass."""
         self._next_bucket = 0
-        self._is_any_full = False  # a bucket before the last one
-        self._in_backward = False
+        self.is_any_full = False
+        """Whether a bucket before the last one is."""
+        self.in_backward = False
+        """Whether a pass is under way that has brought one of the gradients."""
         self._tell = Telling()
         self._hooks = [
-            when_gradient_is_ready(parameter, self._on_gradient, index)
+            parameter.register_post_accumulate_grad_hook(_Arrival(self, index, self._bucket_of[index]))
             for index, parameter in enumerate(self.parameters)
         ]
 
@@ -175,11 +179,6 @@ class GradientBuckets:
         found = (self.find_nonfinite(bucket) for bucket in range(len(self.buckets)))
         return next((name for name in found if name is not None), None)
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether a pass is under way that has brought one of the gradients."""
-        return self._in_backward
-
     def finish(self) -> None:
         """A pass is over: announce what it has not announced yet, and that it is over."""
         self.is_reached = False
@@ -189,38 +188,39 @@ class GradientBuckets:
 
     def flush(self) -> None:
         """Announce the buckets that this backward pass has not filled, and be ready for the next."""
-        while self._next_bucket < len(self._missing):
+        while self._next_bucket < len(self.missing):
             self._announce()
         self._next_bucket = 0
-        self._missing = self._num_gradients.copy()
-        self._is_any_full = self._in_backward = False
+        self.missing = self._num_gradients.copy()
+        self.is_any_full = self.in_backward = False
 
-    def _on_gradient(self, index: int) -> None:
+    def take(self, index: int) -> None:
+        """Backward has computed this gradient."""
         if not self.is_synchronizing or (self._on_bucket is None and self._on_backward_end is None):
             self._adopt([index])
             return
-        if not self._in_backward:
-            self._in_backward = True
+        if not self.in_backward:
+            self.in_backward = True
             # The engine runs queued callbacks when the whole backward pass is done, before it returns.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         # Those that the gradient before this one has filled: by now a script's own hooks on that one have run as well.
-        while self._is_any_full and self._is_full() and not self.waits:
+        while self.is_any_full and self._is_full() and not self.waits:
             self._announce()
         bucket = self._bucket_of[index]
-        self._missing[bucket] -= 1
-        if self._missing[bucket] < 0:
+        self.missing[bucket] -= 1
+        if self.missing[bucket] < 0:
             name = self._name(index)
             raise UsageError(
                 f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed; "
                 "torch.utils.checkpoint does so with use_reentrant=True: give it use_reentrant=False"
             )
-        if self._missing[bucket] == 0 and bucket < len(self._missing) - 1:  # the last one leaves as the pass ends
-            self._is_any_full = True
+        if self.missing[bucket] == 0 and bucket < len(self.missing) - 1:  # the last one leaves as the pass ends
+            self.is_any_full = True
             while self._is_full() and not self.waits and self._has_no_other_hooks(self._next_bucket):
                 self._announce()
 
     def _is_full(self) -> bool:
-        return self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0
+        return self._next_bucket < len(self.missing) and self.missing[self._next_bucket] == 0
 
     def _has_no_other_hooks(self, bucket: int) -> bool:
         """Whether nobody but Paceline looks at the bucket's gradients as they come."""
@@ -233,19 +233,20 @@ class GradientBuckets:
     def _adopt(self, indices: Sequence[int]) -> list[float]:
         # All at once: on a conv net this takes 40 us, and gradient by gradient 100.
         used, new, views = [], [], []
+        are_any_kept = len(indices) < len(self.views) or self._given.are_any_held()  # one call for all
         for index in indices:
             parameter = self.parameters[index]
             gradient = _grad_of(parameter)
             used.append(0.0 if gradient is None else 1.0)
             if index in self._apart:
                 continue
-            if gradient is not self.views[index] and self._given.is_kept(index):
+            if are_any_kept and gradient is not self.views[index] and self._given.is_kept(index):
                 self._given.leave(index)  # the script keeps a gradient of an earlier pass
             view = self.views[index]
             if gradient is None:
                 view.zero_()
             elif gradient is not view:
-                if gradient.is_sparse:
+                if gradient.layout is not torch.strided and gradient.is_sparse:
                     gradient = gradient.to_dense()  # of an Embedding with sparse=True
                 if gradient.layout is not torch.strided or gradient.requires_grad or gradient.dtype is not view.dtype:
                     raise UsageError(self._refusal(index, gradient))
@@ -254,8 +255,11 @@ class GradientBuckets:
                 parameter.grad = view
             if view.data_ptr() != self._places[index]:
                 raise UsageError(self._refusal(index, parameter))
-        if new:
+        if len(new) > _FEW:
             torch._foreach_copy_(views, new)
+        else:
+            for view, gradient in zip(views, new, strict=True):
+                view.copy_(gradient)
         return used
 
     def _put(self, index: int, *, is_used: bool) -> None:
@@ -264,19 +268,23 @@ class GradientBuckets:
             self.parameters[index].grad = self.views[index] if is_used else None
 
     def _announce(self) -> None:
-        self.adopt(self._next_bucket)
+        bucket = self._next_bucket
+        self._used[bucket] = self._adopt(self._indices[bucket])
         if self._on_bucket is not None:
-            self._on_bucket(self._next_bucket)
+            self._on_bucket(bucket)
         self._next_bucket += 1
 
     def _end(self) -> None:
-        with self._tell:
+        try:
             if self.waits:
-                self._in_backward, self.is_reached = False, True
+                self.in_backward, self.is_reached = False, True
             else:
                 self.finish()
             if self.on_end is not None:
                 self.on_end()
+        except PacelineError as error:
+            self._tell(error)
+            raise
 
     def _refusal(self, index: int, gradient: Tensor) -> str:
         prepared, now = self.layout.specs[index].dtype, gradient.dtype
@@ -333,6 +341,32 @@ class _WhenReady:
 
 
 @final
+class _Arrival:
+    """What backward calls for one of the buckets' gradients. It calls nothing where that is no more than one of a pass
+    that is under way, and neither the pass's first nor the one that fills a bucket before the last."""
+
+    def __init__(self, buckets: GradientBuckets, index: int, bucket: int) -> None:
+        self._buckets, self._index, self._bucket = weakref.ref(buckets), index, bucket
+        self._fills_with = 0 if bucket == len(buckets.buckets) - 1 else 1  # so many missing; the last one never does
+        self._tell = Telling()
+
+    def __call__(self, _: Tensor) -> None:
+        buckets = self._buckets()
+        if buckets is None:
+            return
+        missing = buckets.missing
+        is_counted = buckets.in_backward and buckets.is_synchronizing and not buckets.is_any_full
+        if is_counted and missing[self._bucket] > self._fills_with:
+            missing[self._bucket] -= 1
+            return
+        try:
+            buckets.take(self._index)
+        except PacelineError as error:
+            self._tell(error)
+            raise
+
+
+@final
 class Computed(deque[Tensor]):
     """True once backward has computed one of these parameters' gradients, until it is cleared.
 
@@ -350,7 +384,7 @@ class Computed(deque[Tensor]):
         self.clear()
 
 
-_OWN_HOOKS = (_WhenReady, Computed, OwnHook)
+_OWN_HOOKS = (_WhenReady, _Arrival, Computed, OwnHook)
 
 
 def is_own_hook(hook: object) -> bool:

@@ -77,6 +77,7 @@ class ArrayReduction:
     def __init__(self, op: ReduceOp) -> None:
         self._combine = getattr(np, _COMBINE[op])
         self._is_mean = op == "mean"
+        self._size: Any = None
 
     def __call__(self, parts: Sequence[Any], out: Any) -> None:
         if len(parts) == 1:
@@ -86,7 +87,9 @@ class ArrayReduction:
         for part in parts[2:]:
             self._combine(out, part, out)
         if self._is_mean:
-            np.divide(out, len(parts), out)
+            if self._size is None or self._size != len(parts):
+                self._size = np.array(len(parts), out.dtype)  # which numpy is spared to make of a number, 10 us a step
+            np.divide(out, self._size, out)
 
 
 @functools.cache

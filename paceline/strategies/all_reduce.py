@@ -174,6 +174,7 @@ class _AllReduceSynchronizer(Synchronizer):
             exchange=lambda flat: average(flat)(),
         )
         self._choice = CodecChoice(strategy.codec, strategy.codec_scope, partial(_watch, replica))
+        self._may_choose = isinstance(strategy.codec, Auto)
         coding = self._choice.begin(context)
         self.facts = self._choice.told(self.facts)
         self._gradients = (
@@ -241,12 +242,12 @@ class _AllReduceSynchronizer(Synchronizer):
     def step(self, update: Callable[[], object], *, pause_at: int) -> StepOutcome:
         gradients = self._gradients
         require_same_parameters(self.replica)
-        if not self.gradients_are_spent:
+        if not (gradients.is_exchanged or self.gradients_are_spent):
             gradients.require_exchange()
         if self._rows is not None and self._rows.is_nonfinite(step=self.iteration + 1):
             gradients.is_nonfinite = True
-        before = self.iteration
-        if is_skipped_by_scaler(self.replica.optimizer):
+        before, optimizer = self.iteration, self.replica.optimizer
+        if getattr(optimizer, "found_inf", None) is not None and is_skipped_by_scaler(optimizer):
             update()
         elif gradients.is_nonfinite and self._nonfinite == "raise":
             raise gradients.non_finite()
@@ -257,8 +258,9 @@ class _AllReduceSynchronizer(Synchronizer):
             self._rows.push(is_void=self.iteration == before, pause_at=pause_at)
         self.has_updated = gradients.is_update_complete
         stop = gradients.end_step()
-        self._take_up_codec()
-        return StepOutcome(self.iteration, stop=stop, staleness=0 if self.iteration > before else -1)
+        if self._may_choose:
+            self._take_up_codec()
+        return tuple.__new__(StepOutcome, (self.iteration, stop, 0 if self.iteration > before else -1, True, False))
 
     def _take_up_codec(self) -> None:
         """Encode with the codec that `auto` has chosen, if it has just chosen one."""

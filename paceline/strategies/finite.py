@@ -34,11 +34,15 @@ def step_alone(
         NonFiniteGradient: a gradient is not finite and the policy says `raise`.
     """
     replica = synchronizer.replica
-    applies = synchronizer.gradients_are_spent or may_step(replica, policy, rank=synchronizer.context.rank, step=step)
-    if not applies or not counts:
+    if not synchronizer.gradients_are_spent and policy != "allow":
+        # As `may_step` looks, whose call it saves where all is well.
+        is_well = not replica.tables and _seem_finite(replica.parameters, are_real_on_cpu=replica.is_real_on_cpu)
+        if not is_well and not may_step(replica, policy, rank=synchronizer.context.rank, step=step):
+            return False
+    if not counts:
         return False
     update()
-    return not is_skipped_by_scaler(replica.optimizer)
+    return getattr(replica.optimizer, "found_inf", None) is None or not is_skipped_by_scaler(replica.optimizer)
 
 
 def may_step(replica: Replica, policy: NonFinitePolicy, *, rank: int, step: int) -> bool:
@@ -79,12 +83,19 @@ def checked(
 
 def _seem_finite(parameters: Iterable[Tensor], *, are_real_on_cpu: bool) -> bool:
     """Whether all of their gradients are finite; false also where a sum or norm of those overflows."""
-    gradients = [g.coalesce().values() if g.is_sparse else g for p in parameters if (g := p.grad) is not None]
+    gradients = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        # One that is expanded could not be written.
+        if are_real_on_cpu and (gradient.numel() >= _MANY or not gradient.is_contiguous()):
+            gradient = gradient.sum()
+        gradients.append(gradient)
     if not are_real_on_cpu:
         return not gradients or math.isfinite(get_total_norm(gradients).item())
-    for place, gradient in enumerate(gradients):
-        if gradient.numel() >= _MANY or not gradient.is_contiguous():  # one that is expanded could not be written
-            gradients[place] = gradient.sum()
     # One call for all, which also writes what it reads.
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, _found, _one)
     if not _is_found:

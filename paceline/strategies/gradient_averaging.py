@@ -49,6 +49,8 @@ class GradientAveraging:
 
     is_update_complete = True
     """Whether the optimizer is to step with what has been averaged; otherwise more is to come."""
+    _weights: Sequence[float] = ()
+    """Of all workers' gradients, where some may count nothing."""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class GradientAveraging:
         self._options, self._owner = options, owner
         self._layout = layout
         self._rows = SparseGradients(owner.replica, whose=lambda: (owner.number, owner.title))
+        self._has_rows = bool(owner.replica.by_rows)
         self._buckets = self._in_buckets(buffer)
         self._exchange = self._exchanging(coding, Timing())
         self._overlap = Overlap(owner.context.collective.timing, now_s=owner.context.pacing.now_s)
@@ -173,9 +176,10 @@ class GradientAveraging:
             self._culprit = None
             self._num_exchanges += 1
             if len(owner.context.membership.ranks) <= MOST_RANKS:
-                self._turn = self._num_exchanges + owner.progress().lead + _APART * owner.number
+                num_steps, num_batches = owner.progress()
+                self._turn = self._num_exchanges + num_batches - num_steps + _APART * owner.number
         culprit = self._buckets.find_nonfinite(bucket) if self._looks_first else None
-        if culprit is None and is_last and self._options.nonfinite != "allow":
+        if culprit is None and is_last and self._has_rows and self._options.nonfinite != "allow":
             culprit = self._rows.find_nonfinite()
         if culprit is not None:
             self._culprit = (owner.context.rank, culprit)
@@ -190,7 +194,10 @@ class GradientAveraging:
             self._buckets.buckets[bucket].values.mul_(self.weight)
         if owner.context.hostility is not None:  # an attack looks at all gradients
             return
-        self._works.append(self._start(bucket))
+        if self._exchange.is_plain:
+            self._works.append(self._exchange.starts[bucket]())
+        else:
+            self._works.append(self._exchange.start(bucket, step=owner.iteration, weights=self._weights))
         if is_last:  # nothing is left to hide it
             return
         if self._behind_backward:
@@ -199,30 +206,22 @@ class GradientAveraging:
         if not under_way:
             self._overlap.end()
 
-    def _start(self, bucket: int) -> Work:
-        return self._exchange.start(bucket, step=self._owner.iteration, weights=self._weights)
-
-    @property
-    def _weights(self) -> Sequence[float]:
-        """Of all workers' gradients, where some may count nothing."""
-        return ()
-
     def _finish_backward(self) -> None:
         """Wait for the averages; from here on `param.grad` is what the optimizer should see."""
-        self._average()
-
-    def _average(self) -> None:
         owner = self._owner
         if owner.context.hostility is not None:
             self._overlap.end()
-            owner.context.corrupt(self._buckets.views, owner.iteration, weights=self._weights)
-            self._works = [self._start(bucket) for bucket in range(len(self._buckets.buckets))]
+            weights, step = self._weights, owner.iteration
+            owner.context.corrupt(self._buckets.views, step, weights=weights)
+            buckets = range(len(self._buckets.buckets))
+            self._works = [self._exchange.start(bucket, step=step, weights=weights) for bucket in buckets]
         self._take_averages()
 
     def _take_averages(self) -> None:
         """Wait for what is under way."""
         owner = self._owner
-        self._overlap.end()
+        if self._overlap.is_under_way:
+            self._overlap.end()
         is_any_nonfinite = False
         matters = self._options.nonfinite != "allow"
         for bucket, work in enumerate(self._works):
@@ -231,17 +230,20 @@ class GradientAveraging:
                 is_nonfinite, stop = self._buckets.read_flags(bucket)
             except OutOfTurn:
                 self._raise_disagreement()
-            if matters and work.nonfinite is not None and self._culprit is None:
-                rank = owner.context.membership.ranks[work.nonfinite.rank]
-                self._culprit = (rank, self._buckets.name_at(bucket, work.nonfinite.element))
+            if matters and self._culprit is None and (found := work.nonfinite) is not None:
+                rank = owner.context.membership.ranks[found.rank]
+                self._culprit = (rank, self._buckets.name_at(bucket, found.element))
             is_any_nonfinite = is_any_nonfinite or is_nonfinite or self._culprit is not None
             self._stop = self._stop or stop
-        self._agree()
+        if owner.context.recovery is not None:
+            self._agree()
         self.is_nonfinite = is_any_nonfinite and matters
         # What is not finite is applied by nobody, or was asked for; kept, it would come again in every later step.
-        self._exchange.settle(is_applied=not is_any_nonfinite)
+        if self._exchange.is_coded:
+            self._exchange.settle(is_applied=not is_any_nonfinite)
         self._works.clear()
-        self._rows.average(owner.context.collective, weight=self.weight)
+        if self._has_rows:
+            self._rows.average(owner.context.collective, weight=self.weight)
         self.is_exchanged = True
 
     def _agree(self) -> None:

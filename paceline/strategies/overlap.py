@@ -19,21 +19,21 @@ class Overlap:
         self.timing = Timing()
         self._now_s = now_s
         self._spent = spent
-        self._since_s: float | None = None
-        self._spent_before_s = 0.0
+        self.is_under_way = False
+        self._since_s = self._spent_before_s = 0.0
 
     def begin(self) -> None:
         """A bucket is under way; with others under way already, nothing new."""
-        if self._since_s is None:
-            self._since_s = self._now_s()
+        if not self.is_under_way:
+            self.is_under_way, self._since_s = True, self._now_s()
             self._spent_before_s = self._spent_s()
 
     def end(self) -> None:
         """No bucket is under way any more, or backward has ended and what is left is waited for."""
-        if self._since_s is not None:
+        if self.is_under_way:
+            self.is_under_way = False
             spent_s = self._spent_s() - self._spent_before_s
             self.timing.hidden_s += max(0.0, self._now_s() - self._since_s - spent_s)
-            self._since_s = None
 
     def _spent_s(self) -> float:
         return self._spent.communication_s + self._spent.waiting_s

@@ -51,7 +51,7 @@ class RepeatedAveraging(GradientAveraging):
         self.weight = weight
 
     @property
-    def _weights(self) -> Sequence[float]:
+    def _weights(self) -> Sequence[float]:  # type: ignore[override]
         is_asked = not self._options.aggregate.streams or self._owner.context.hostility is not None
         return self.repeating.recovery.weights if is_asked else ()
 
@@ -94,7 +94,7 @@ class RepeatedAveraging(GradientAveraging):
         while True:
             try:
                 if repeating.lost is None:
-                    self._average()
+                    super()._finish_backward()
                     self._choice.look()
                     break
                 self._begin_anew()

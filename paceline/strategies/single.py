@@ -53,4 +53,5 @@ class _SingleSynchronizer(Synchronizer):
         for table in self.replica.tables:
             table.update() if applies else table.drop_gradients()
         self.iteration += applies
-        return StepOutcome(self.iteration, stop=self.stop_vote(), staleness=0 if applies else -1)
+        stop = self.stop_vote()
+        return tuple.__new__(StepOutcome, (self.iteration, stop, 0 if applies else -1, True, False))

@@ -35,7 +35,11 @@ class Account:
 
     def close_step(self, worker: int, step: int, iteration: int, samples: int, staleness: int) -> StepRecord:
         """The step ends now, and the next one begins."""
-        now_s, totals = self._clock.now_s, self._totals() if self._timings else self._booked
+        now_s = self._clock.now_s
+        if not self._timings:
+            compute_s, self._time_s = max(0.0, now_s - self._time_s), now_s
+            return StepRecord(worker, step, iteration, now_s, samples, compute_s, 0.0, 0.0, 0, staleness, 0.0)
+        totals = self._totals()
         communication_s, waiting_s, moved_bytes, hidden_s = totals
         communication_0_s, waiting_0_s, moved_0_bytes, hidden_0_s = self._booked
         # What is read while others add to it, or rounded, may be less than before.

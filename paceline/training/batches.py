@@ -101,7 +101,7 @@ class Batches:
     def close(self) -> None:
         self._lone_samples.close()
 
-    def _on_return(self, name: str) -> None:
+    def _on_return(self, name: str) -> bool:
         if self._run.is_evaluating:
             raise UsageError(
                 f"rank {self._run.context.rank}: the evaluation reads the loader {name!r} that prepare returned, which "
@@ -110,14 +110,15 @@ class Batches:
             )
         if threading.get_ident() == self._thread:
             handouts = self._run.prepared.handouts
-            handouts.look_back()
+            if handouts.fresh:
+                handouts.look_back()
             if not self._run.steps:
                 self._unstepped.look(has_trained=handouts.has_trained)
             if self._course.unsettled is not None or self._run.has_ended:
                 self._course.settle()
             if self._survivor is not None:
                 self._course.come_or_leave()
-            return
+            return self._run.has_ended or self._course.refusal is not None
         is_stream = isinstance(self._run.prepared.feeds[name].loader.dataset, IterableDataset)
         is_agreed = is_stream and self._run.traits.takes_equal_steps
         if self._run.context.pacing.is_simulated or self._survivor or is_agreed:
@@ -129,6 +130,7 @@ class Batches:
                     "loop over the loader itself, and give the DataLoader num_workers to read ahead"
                 )
             )
+        return self._course.is_over()
 
     def _on_pass(self) -> None:
         """Where a pass over the data is a client's turn: another one begins."""

@@ -42,7 +42,8 @@ class Course:
         self.has_global_model = False
         """It is in the place of this worker's own."""
         self._others_left = False  # a worker's script has ended, and with it the run
-        self._refusal: PacelineError | None = None
+        self.refusal: PacelineError | None = None
+        """What the script's own thread is to be told, as `refuse` says."""
         self._unrecorded: tuple[int, StepOutcome] | None = None  # a step's samples and outcome, where these come late
         self.unsettled: StepOutcome | None = None
         """Of the last step, if something may be due before the next one and nobody has looked yet; else none."""
@@ -50,19 +51,19 @@ class Course:
 
     def is_over(self) -> bool:
         """No further batch is to be given."""
-        return self._run.has_ended or self._refusal is not None
+        return self._run.has_ended or self.refusal is not None
 
     def refuse(self, error: PacelineError) -> None:
         """Raise the error in the script's own thread, at its next step or its end: it was raised in another thread, or
         where the script may have caught it. The first one counts. A gradient that is not finite is for the script to
         catch: all workers see it."""
-        if self._refusal is None and not isinstance(error, BudgetReached | NonFiniteGradient):
-            self._refusal = error
+        if self.refusal is None and not isinstance(error, BudgetReached | NonFiniteGradient):
+            self.refusal = error
 
     def require_allowed(self) -> None:
         """Raises the error of `refuse`."""
-        if self._refusal is not None:
-            raise self._refusal
+        if self.refusal is not None:
+            raise self.refusal
 
     def placed(self, error: CallMismatch) -> CallMismatch:
         """The same, with the place in this worker's script where it met others that are elsewhere."""
@@ -96,8 +97,8 @@ class Course:
             BudgetReached: after the end of the run.
             UsageError: the error of `refuse`; or the step would be undone.
         """
-        if self._refusal is not None:
-            raise self._refusal
+        if self.refusal is not None:
+            raise self.refusal
         if self.has_global_model:
             raise UsageError(
                 "optimizer.step() inside of worker.global_model(), at whose end each worker has its own model again, "
@@ -114,16 +115,23 @@ class Course:
 
     def end_step(self, samples: int, outcome: StepOutcome) -> None:
         """The first optimizer's step is over."""
-        if self._run.context.roster is None:
-            self._record(samples, outcome)
+        run = self._run
+        iteration, stop, staleness, admitted, meets = outcome
+        if run.context.roster is None:
+            run.reporter.emit(
+                run.prepared.account.close_step(run.context.rank, run.steps, iteration, samples, staleness)
+            )
         else:
             self._unrecorded = samples, outcome
-        self._take(outcome)
-        pauses = outcome.iteration >= self._cadence.next_pause
+        pauses = iteration >= self._cadence.next_pause  # which is the end, if not before
+        if pauses or stop:
+            self._take(outcome)
+        else:
+            run.iteration = iteration
         if pauses:
             self._pauses.note_settings()
         # Where nothing is due, nothing is settled, which saves a call a step.
-        if pauses or outcome.stop or outcome.meets or not outcome.admitted or self._looks_always:
+        if pauses or stop or meets or not admitted or self._looks_always:
             self.unsettled = outcome
 
     def settle(self, *, waits: bool = True) -> None:

@@ -35,6 +35,11 @@ class EachHandouts:
         return Progress(each[0].num_steps, sum(progress.num_batches for progress in each))
 
     @property
+    def fresh(self) -> bool:
+        """As `Handouts.fresh`, of any loader's."""
+        return any(handouts.fresh for handouts in self._each)
+
+    @property
     def has_trained(self) -> bool:
         """Whether a batch of any loader was trained on."""
         return any(handouts.has_trained for handouts in self._each)
@@ -44,15 +49,10 @@ class EachHandouts:
         """As `Handouts.are_gradients_spent`."""
         return all(handouts.are_gradients_spent for handouts in self._each)
 
-    def begin_step(self, *, is_computed: bool) -> None:
-        """As `Handouts.begin_step`."""
-        for handouts in self._each:
-            handouts.begin_step(is_computed=is_computed)
-
-    def look_back(self) -> None:
+    def look_back(self, *, is_computed: bool = False) -> None:
         """As `Handouts.look_back`."""
         for handouts in self._each:
-            handouts.look_back()
+            handouts.look_back(is_computed=is_computed)
 
     def end_step(self) -> int:
         """The samples of the first loader that the step has trained on."""

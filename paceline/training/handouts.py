@@ -23,6 +23,8 @@ from paceline.training.set_gradients import SetGradients
 from paceline.training.sharding.contents import tensors_in
 from paceline.training.sharding.part import Part, Place
 
+_AHEAD, _LOOKS, _LEAVES_OUT, _UNEVEN, _OVER = "reads ahead", "inputs tell", "leaves out", "uneven", "the pass is over"
+
 
 @final
 class Handouts:
@@ -61,25 +63,27 @@ class Handouts:
         self._replica, self._rank, self._set_weight = replica, rank, set_weight
         self._set_gradients = SetGradients(replica, rank=rank, is_averaged=is_averaged)
         self._copies, self._copies_from = Copies(), copies_from
-        self._is_weighed, self._is_looking = is_weighed, False
+        self._is_weighed = is_weighed
+        # Why the script does not go batch by batch, as most do: it reads ahead; inputs are looked at; batches are left
+        # out between steps, whose losses may yet go backward with that of another one; of the batches that it holds
+        # some count more than others; the pass is over, and the script has kept what it trains on before the next one.
+        self._odd: set[str] = set()
         self._set_by_script: set[float] | None = None  # weights of batches, once several were of one step
         self._out: deque[Handed] = deque()
         self._last: Handed | None = None  # trained on last
         self._kept = KeptBatches()  # trained on before that
-        self._are_uneven = False  # the batches that the script holds: some count more than others
         self._weight = math.nan  # of the batch that was handed out last
-        self._is_over = False  # the pass: what is trained on before the next one, the script has kept
         self._known: Handed | None = None  # what the model is computing on
         self._full_batches = FullBatches(rank=rank)
         self._num_ahead: float | None = None  # batches that this epoch's script reads ahead, once it has trained
         self.num_samples = 0
         """Samples that were trained on since the last step."""
-        self._fresh = Computed(replica.parameters)  # since the script was last seen to train
+        self.fresh = Computed(replica.parameters)
+        """Since the script was last seen to train."""
         self._is_computed = False  # a gradient was, since the last step
         self._calls = Calls(models_of(replica.model), on_inputs=self._on_forward, on_output=self._on_output)
         self._called: Handed | None = None  # the batch of the call that is under way
         self._made: dict[Any, Handed] = {}  # by its node: what calls have given, since the script trained
-        self._leaves_out = False  # batches between steps: their losses may yet go backward with that of another one
         self._backward = -1  # the backward pass that has reached what the model was seen to compute
         self._reached: set[Handed] = set()  # by it: the batches
         self._computed: set[Handed] = set()  # since the script trained: what the model was seen to compute on
@@ -98,45 +102,56 @@ class Handouts:
             self._copies.add(handed, found)
         if is_elsewhere:
             self._num_ahead = math.inf
+            self._odd.add(_AHEAD)
             self._out.append(handed)
             self._look_at_inputs()
             return
         self._num_batches += 1
-        if self._fresh:
+        if self.fresh:
             self.look_back()
         self._known = None
         if place.num_batches_done == 0:
             self._num_ahead = None
+            self._odd.discard(_AHEAD)
             self._kept.forget_dropped()
-        self._is_over = False
+        self._odd.discard(_OVER)
         self._out.append(handed)
-        if self._are_uneven or part.weight != self._weight:
+        if _UNEVEN in self._odd or part.weight != self._weight:
             self._compare_weights()
         self._weight = part.weight
-        if self._is_weighed or not self._goes_batch_by_batch:
+        if len(self._out) > 1 or self._odd:
             self._weigh()
+        elif self._is_weighed:
+            self._set_weight(part.weight)
 
-    def look_back(self) -> None:
-        """The script is between two batches, or before a step: it may have trained.
+    def look_back(self, *, is_computed: bool = False) -> None:
+        """The script is between two batches, or before a step: it may have trained. Where gradients are there before a
+        step (`is_computed`), and no backward pass has computed them, the script has set them itself.
 
         Raises:
-            UsageError: nobody can tell on which batch, and they have different weights.
+            UsageError: nobody can tell on which batch, and they have different weights; or what was set is not what
+                workers can average.
         """
-        if not self._fresh:
+        if not self.fresh:
+            if is_computed and not self._is_computed and self._out and not self._set_gradients.are_as_left():
+                self._take_what_was_set()
             return
-        self._fresh.clear()
+        self.fresh.clear()
         self._is_computed = True
-        if not self._out or not self._goes_batch_by_batch or self._computed or self._reached:
+        if len(self._out) != 1 or self._odd or self._computed or self._reached:
             self._train()
             return
         if self._last is not None:
-            self._kept.add(self._last)
+            for weak in self._last.tensors:  # looked at here, since most scripts have dropped them
+                if weak() is not None:
+                    self._kept.add(self._last)
+                    break
         self._last, self._num_ahead = self._out.popleft(), 0
         self.num_samples += self._last.num_samples
 
     def progress(self) -> Progress:
         """Steps taken, and batches handed out in the script's own thread."""
-        return Progress(self._num_steps, self._num_batches)
+        return tuple.__new__(Progress, (self._num_steps, self._num_batches))  # without a call in Python
 
     def take_up(self, progress: Sequence[int]) -> None:
         """Count on from there."""
@@ -147,7 +162,7 @@ class Handouts:
         """Whether no gradient has come since the step before, computed by a backward pass or set by the script."""
         return (
             not self._is_computed
-            and not self._fresh
+            and not self.fresh
             and (self._replica.parameters[0].grad is None or self._set_gradients.are_as_left())
         )
 
@@ -155,18 +170,6 @@ class Handouts:
     def has_trained(self) -> bool:
         """Whether a batch was trained on."""
         return self._last is not None
-
-    def begin_step(self, *, is_computed: bool) -> None:
-        """Look back before a step. Where gradients are there (`is_computed`), and no backward pass has computed them,
-        the script has set them itself.
-
-        Raises:
-            UsageError: as `look_back`; or what was set is not what workers can average.
-        """
-        if self._fresh:
-            self.look_back()
-        if is_computed and not self._is_computed and self._out and not self._set_gradients.are_as_left():
-            self._take_what_was_set()
 
     def _take_what_was_set(self) -> None:
         self._set_gradients.allow()
@@ -184,12 +187,12 @@ class Handouts:
 
     def end_step(self) -> int:
         """The samples that the step was made of. Raises UsageError as `look_back` does."""
-        if self._fresh:  # the optimizer has computed gradients itself
+        if self.fresh:  # the optimizer has computed gradients itself
             self.look_back()
         while self._num_ahead is not None and len(self._out) > self._num_ahead:
             self._kept.add(self._out.popleft())  # the script may come back to it
-            self._leaves_out = True
-        if self._out or not self._goes_batch_by_batch:
+            self._odd.add(_LEAVES_OUT)
+        if self._out or self._odd:
             self._weigh()
         self._num_steps += 1
         gradient = self._replica.parameters[0].grad
@@ -200,7 +203,7 @@ class Handouts:
 
     def end_data(self) -> None:
         """The pass has no more batches."""
-        self._is_over = True
+        self._odd.add(_OVER)
         if self._last is not None:
             self._kept.add(self._last)
         if self._kept:
@@ -230,7 +233,7 @@ class Handouts:
         return self._out[0].place if self._out else after
 
     def close(self) -> None:
-        self._fresh.close()
+        self.fresh.close()
         self._calls.close()
 
     def _candidates(self) -> list[Handed]:
@@ -244,36 +247,32 @@ class Handouts:
         weights = {handed.weight for handed in [*self._held(), *self._out]}
         if self._copies and not math.isnan(self._weight):
             weights.add(self._weight)
-        self._are_uneven = len(weights) > 1
+        self._set_odd(_UNEVEN, len(weights) > 1)
 
     def _held(self) -> list[Handed]:
         """What was trained on, and the script still holds."""
         return [*([self._last] if self._last is not None and self._last.alive else []), *self._kept]
 
-    @property
-    def _goes_batch_by_batch(self) -> bool:
-        """Whether the script does as most do, so that nothing else is to be asked: one batch is out at most, and all
-        count alike."""
-        is_odd = self._num_ahead or self._is_looking or self._leaves_out or self._are_uneven or self._is_over
-        return not is_odd and len(self._out) < 2
+    def _set_odd(self, why: str, holds: bool) -> None:
+        (self._odd.add if holds else self._odd.discard)(why)
 
     def _weigh(self) -> None:
-        if self._goes_batch_by_batch:
+        if len(self._out) < 2 and not self._odd:
             if self._is_weighed and self._out:
                 self._set_weight(self._out[0].weight)
             return
         candidates = self._candidates()
         if len({handed.weight for handed in candidates}) == 1:
             self._set_weight(candidates[0].weight)
-        if len(candidates) > 1 or self._leaves_out or self._are_uneven or (self._is_over and self._kept):
+        if len(candidates) > 1 or self._odd & {_LEAVES_OUT, _UNEVEN} or (_OVER in self._odd and self._kept):
             self._look_at_inputs()
-        elif self._is_looking and self._num_ahead != math.inf:
-            self._is_looking = False
+        elif _LOOKS in self._odd and self._num_ahead != math.inf:
+            self._odd.discard(_LOOKS)
             self._calls.close()
 
     def _look_at_inputs(self) -> None:
-        self._is_looking = True
-        self._calls.listen(to_parts=self._are_uneven)
+        self._odd.add(_LOOKS)
+        self._calls.listen(to_parts=_UNEVEN in self._odd)
 
     def _on_forward(self, is_part: bool, inputs: list[Tensor]) -> None:
         self._called = None
@@ -308,7 +307,7 @@ class Handouts:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:  # else a parameter, which outlives the batch
                 tensor.register_hook(partial(self._on_reached, self._called))
-                if self._are_uneven:
+                if _UNEVEN in self._odd:
                     self._made[tensor.grad_fn] = self._called
 
     def _on_reached(self, handed: Handed, _: Tensor) -> None:
@@ -383,14 +382,15 @@ class Handouts:
         if is_first:
             if self._num_ahead is None:
                 self._num_ahead = len(self._out) - 1 - self._out.index(handed)
+                self._set_odd(_AHEAD, self._num_ahead > 0)
             self._out.remove(handed)
-        if is_first or self._is_over:
+        if is_first or _OVER in self._odd:
             self.num_samples += handed.num_samples
         self._last = handed
 
     def _unknown(self) -> Collection[Handed]:
         """What the script may have trained on where nothing tells: again on what it holds, if no other one is out."""
-        if self._out or not self._are_uneven:
+        if self._out or _UNEVEN not in self._odd:
             return self._candidates()
         return self._held()
 

@@ -51,15 +51,12 @@ class SameGradients:
         """Called where a look begins."""
         self._parameters, self._size, self._is_first = parameters, size, is_first
         self._hooks: list[RemovableHandle] = []
+        self.is_looking = False
         self._gradients: dict[str, None] = {}
         self._batch = ""  # the one that was handed out last while somebody looked
         self._num_steps = self._num_looks = 0
         self._before: set[str] = set()  # what all told in the look before
         self.begin()
-
-    @property
-    def is_looking(self) -> bool:
-        return bool(self._hooks)
 
     def begin(self) -> None:
         """Look at the next steps."""
@@ -74,6 +71,7 @@ class SameGradients:
                 for number, parameter in enumerate(self._parameters)
                 if parameter.requires_grad
             ]
+            self.is_looking = bool(self._hooks)
 
     def hand_out(self, data: Any) -> None:
         """The script gets this batch while somebody looks."""
@@ -117,7 +115,7 @@ class SameGradients:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self.is_looking = [], False
         self.divisors.close()
         self.outside.close()
 

@@ -11,6 +11,7 @@ from paceline.errors import CallMismatch, PacelineError, UsageError
 from paceline.strategies.base import Synchronizer
 from paceline.strategies.replica import may_evaluate
 from paceline.training import row_tables
+from paceline.training.bare_optimizer import bare_step, bare_zero_grad
 from paceline.training.cadence import NEVER, Cadence
 from paceline.training.course import Course
 from paceline.training.sharding import DIFFERS, UnpreparedLoaders
@@ -58,7 +59,7 @@ class Steps:
 
     def take_over(self, optimizer: torch.optim.Optimizer, synchronizer: Synchronizer, *, is_first: bool) -> None:
         """Replace the optimizer's step on this object alone, so that schedulers and scalers keep hold of it."""
-        own_step = optimizer.step
+        own_step, plain_step = optimizer.step, bare_step(optimizer)
         evaluates = may_evaluate(optimizer)
         self._synchronizers.append(synchronizer)
         self._yet_to_step.add(synchronizer)
@@ -78,7 +79,7 @@ class Steps:
                     begin_step()
                     with torch.enable_grad():
                         loss.append(closure())
-                take_step(own_step)
+                take_step(plain_step)
             except CallMismatch as error:
                 placed = self._course.placed(error)
                 self._course.refuse(placed)
@@ -92,6 +93,7 @@ class Steps:
         if hasattr(own_step, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler made before counts on it
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        bare_zero_grad(optimizer)
 
     def tell_facts(self, facts: Mapping[str, object]) -> None:
         """Record what the strategy has measured or chosen, when it is new."""
@@ -139,7 +141,7 @@ class Steps:
         prepared, handouts = run.prepared, run.prepared.handouts
         synchronizer = prepared.synchronizer  # of all optimizers
         self._course.begin_step()
-        handouts.begin_step(is_computed=is_computed)
+        handouts.look_back(is_computed=is_computed)
         if not run.steps:
             self._require_batch()
             row_tables.require_none_since(prepared.replica)

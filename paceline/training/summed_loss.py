@@ -46,12 +46,9 @@ class SummedLoss:
         self._rank, self._size, self._num_samples = rank, size, num_samples
         self._parameters = parameters
         self._hooks: list[RemovableHandle] = []
+        self.is_listening = False
         self._has_told = False
         self.begin()
-
-    @property
-    def is_listening(self) -> bool:
-        return bool(self._hooks)
 
     def begin(self) -> None:
         """Look at the next step's losses."""
@@ -63,13 +60,14 @@ class SummedLoss:
         if not self._hooks:
             trained = [parameter for parameter in self._parameters if parameter.requires_grad]
             self._hooks = [when_gradient_is_ready(parameter, self._take, 0) for parameter in trained]
+            self.is_listening = bool(self._hooks)
             backward_calls.add(self)
 
     def close(self) -> None:
         backward_calls.remove(self)
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self.is_listening = [], False
 
     def end_step(self) -> None:
         """The step's gradients are there. Warns, on rank 0, where its passes were of parts of a batch: it is no

@@ -89,5 +89,5 @@ def _membarrier(command: int) -> bool:
     return _membarrier_number is not None and _syscall(_membarrier_number, command, 0, 0, None, None, 0) == 0
 
 
-fence: Callable[[], object] = (lambda: None) if _machine in ("x86_64", "AMD64") else _libc.getppid
-"""To be called between data and the word that publishes it, on both sides."""
+fence: Callable[[], object] = object if _machine in ("x86_64", "AMD64") else _libc.getppid
+"""To be called between data and the word that publishes it, on both sides; on x86 anything that runs no Python."""

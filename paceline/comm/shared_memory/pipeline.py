@@ -74,7 +74,8 @@ class Pipeline:
             UsageError: a step is still under way.
             PeerLost, DeadlineExceeded, Aborted, TensorMismatch, UsageError: it has failed before or is closed.
         """
-        self._rendezvous.check()
+        if self._rendezvous.failure is not None:
+            self._rendezvous.check()
         for step in steps:
             if step.number > self._over:
                 raise UsageError("a persistent operation was started again before it was over; wait for it first")
@@ -86,7 +87,7 @@ class Pipeline:
                 self._last_user[step.slot] = step.number
                 self._slots_used += 1
             self._to_load.append(step)
-        self._advance(self._load)
+        self._advance(only_loads=True)
         return _Submitted(self, self._issued, steps)
 
     @property
@@ -99,7 +100,7 @@ class Pipeline:
         if self._over >= number:
             return True
         self._rendezvous.check()
-        self._advance(self._do_all)
+        self._advance()
         if self._over >= number:
             return True
         self._rendezvous.look(self._obstacle())
@@ -108,8 +109,9 @@ class Pipeline:
     def wait(self, number: int) -> None:
         started_s = time.perf_counter()
         while self._over < number:
-            self._rendezvous.check()
-            if not self._advance(self._do_all):
+            if self._rendezvous.failure is not None:
+                self._rendezvous.check()
+            if not self._advance():
                 interval_s = MIXED_INTERVAL_S if self.advance_messages() else LOOK_INTERVAL_S
                 obstacle = self._obstacle()
                 self._rendezvous.stand(obstacle)
@@ -119,7 +121,7 @@ class Pipeline:
         """Advance without blocking; whether any step is left."""
         if self._over == self._issued:
             return False
-        self._advance(self._do_all)
+        self._advance()
         return self._over < self._issued
 
     def close(self) -> None:
@@ -127,10 +129,24 @@ class Pipeline:
         self._to_exchange.clear()
         self._to_store.clear()
 
-    def _advance(self, phase: Callable[[], bool]) -> bool:
+    def _advance(self, *, only_loads: bool = False) -> bool:
+        """Do everything that is possible now, or load; whether that was anything.
+
+        Right after a backward pass no code is in the caches, so that this looks by itself whether a phase has steps:
+        most all-reduces are alone, and go through it in two calls.
+        """
         started_s = time.perf_counter()
+        advanced = False
         try:
-            advanced = phase()
+            if only_loads:
+                advanced = self._load()
+            while not only_loads and self._over < self._issued:
+                exchanged = bool(self._to_exchange) and self._exchange()
+                stored = bool(self._to_store) and self._store()
+                loaded = bool(self._to_load) and self._load()
+                if not (exchanged or stored or loaded):
+                    break
+                advanced = True
         except PacelineError:
             raise
         except BaseException as error:
@@ -141,26 +157,20 @@ class Pipeline:
             self._timing.communication_s += time.perf_counter() - started_s
         return advanced
 
-    def _do_all(self) -> bool:
-        """Do everything that is possible now; whether that was anything."""
-        advanced = False
-        while self._over < self._issued and (self._exchange() | self._store() | self._load()):
-            advanced = True
-        return advanced
-
     def _load(self) -> bool:
         advanced = False
-        while self._to_load and self._may_load(self._to_load[0]):
-            step = self._to_load.popleft()
+        while self._to_load:
+            step = self._to_load[0]
+            needed = max(step.slot_free_at, step.number - NUM_SIGNATURES)
+            if self._over < step.slot_free_at or not self._rendezvous.done.reached(needed):
+                break
+            self._to_load.popleft()
             if step.load is not None:
                 step.load(step.slot)
             self._rendezvous.arrive(step.number, step.signature)
             self._to_exchange.append(step)
             advanced = True
         return advanced
-
-    def _may_load(self, step: Step) -> bool:
-        return self._over >= step.slot_free_at and self._rendezvous.done.reached(_needs_done(step))
 
     def _exchange(self) -> bool:
         advanced = False
@@ -172,14 +182,20 @@ class Pipeline:
                 self._rendezvous.tell(step.number, step.nonfinite)
             self._rendezvous.finish(step.number)
             self._timing.moved_bytes += step.moved_bytes
-            self._to_store.append(step)
+            if step.awaits_all or step.store is not None or step.finish is not None or self._to_store:
+                self._to_store.append(step)
+            else:
+                self._over = step.number
             advanced = True
         return advanced
 
     def _store(self) -> bool:
         advanced = False
-        while self._to_store and self._may_store(self._to_store[0]):
-            step = self._to_store.popleft()
+        while self._to_store:
+            step = self._to_store[0]
+            if step.awaits_all and not self._rendezvous.done.reached(step.number):
+                break
+            self._to_store.popleft()
             if step.is_watched and step.awaits_all:
                 step.nonfinite = self._rendezvous.found(step.number)
             if step.store is not None:
@@ -189,9 +205,6 @@ class Pipeline:
             self._over = step.number
             advanced = True
         return advanced
-
-    def _may_store(self, step: Step) -> bool:
-        return not step.awaits_all or self._rendezvous.done.reached(step.number)
 
     def _obstacle(self) -> Obstacle:
         """What the earliest unfinished step waits for."""
@@ -220,7 +233,10 @@ class _Submitted(Work):
 
     @property
     def nonfinite(self) -> NonFinite | None:
-        return next((step.nonfinite for step in self._steps if step.nonfinite is not None), None)
+        for step in self._steps:
+            if step.nonfinite is not None:
+                return step.nonfinite
+        return None
 
 
 def _needs_done(step: Step) -> int:

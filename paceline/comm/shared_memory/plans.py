@@ -1,14 +1,16 @@
 """How an all-reduce over shared memory is done, and what stays the same between all-reduces of one form."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.arrays import as_array
+from paceline.arrays import as_array, without_warnings
 from paceline.comm.arguments import pieces
 from paceline.comm.base import NonFinite, ReduceOp
 from paceline.comm.reduction import ArrayReduction, Reduction
@@ -22,6 +24,7 @@ from paceline.comm.signature import Signature
 SMALL_BYTES = 65536
 """Up to here every rank reduces everything; above it each rank reduces its share."""
 _NUM_CACHED = 4096
+_MOST_SQUARES = 8192  # elements: for more than 10,000 OpenBLAS, which numpy is built with, takes threads of its own
 
 
 @final
@@ -106,23 +109,47 @@ class _SmallPlan:
         self._moved_bytes = (len(slots[0]) - 1) * slots[0][0].nbytes
         in_arrays = signature.dtype in (torch.float32, torch.float64)
         self._view: Callable[[Tensor], Any] = as_array if in_arrays else lambda tensor: tensor
-        self._reduction: Callable[[Sequence[Any], Any], None] = ArrayReduction(op) if in_arrays else reduction
-        self._views = [[self._view(part) for part in parts] for parts in slots]
+        self._views: list[list[Any]] = [[self._view(part) for part in parts] for parts in slots]
         self._mine = [parts[rank] for parts in self._views]
+        size = len(slots[0])
+        # Where each rank's share is a power of two, it is the same before the sum as after it. Taken before, it is no
+        # operation more than the copy, and one less where other ranks may be waited for.
+        self._share: Any = None
+        if in_arrays and op == "mean" and size & (size - 1) == 0:
+            self._share, op = np.array(1 / size, self._mine[0].dtype), "sum"
+        self._reduction: Callable[[Sequence[Any], Any], None] = ArrayReduction(op) if in_arrays else reduction
+        self._exchange = without_warnings(self._reduce)  # torch does not warn either
+        has_squares = in_arrays and slots[0][0].numel() <= _MOST_SQUARES
+        self._total: Callable[[Any], float] = _sum_of_squares if has_squares else _sum
 
     def step(self, tensor: Tensor, *, is_watched: bool) -> Step:
         target = self._view(tensor)
 
         def load(slot: int) -> None:
-            self._mine[slot][:] = target
+            if self._share is None:
+                self._mine[slot][:] = target
+            else:
+                np.multiply(target, self._share, self._mine[slot])
 
-        def exchange(slot: int) -> NonFinite | None:
-            with np.errstate(all="ignore"):  # like torch, which does not warn
-                self._reduction(self._views[slot], target)
-                seems_well = not is_watched or seems_finite(target)
-            return None if seems_well else find(self._slots[slot], tensor)
-
+        exchange = partial(self._exchange, target, tensor if is_watched else None)
         return Step(self._signature, load=load, exchange=exchange, is_watched=is_watched, moved_bytes=self._moved_bytes)
+
+    def _reduce(self, target: Any, watched: Tensor | None, slot: int) -> NonFinite | None:
+        """Into the target, which is the same memory as the tensor that is watched, if one is."""
+        self._reduction(self._views[slot], target)
+        if watched is None or math.isfinite(self._total(target)):
+            return None
+        return find(self._slots[slot], watched)
+
+
+def _sum(values: Any) -> float:
+    return float(values.sum())
+
+
+def _sum_of_squares(array: Any) -> float:
+    """Not finite where an element is not. Where no code is in the caches numpy takes 12 us less for it than for a
+    sum."""
+    return float(array.dot(array))
 
 
 @final

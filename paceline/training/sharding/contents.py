@@ -30,8 +30,12 @@ def tensors_in(thing: Any, *, opens: bool = True) -> list[Tensor]:
     if isinstance(thing, list | tuple):
         if isinstance(thing, list) and thing and isinstance(thing[0], int | float | str):
             return []
-        if set(map(type, thing)) == _TENSORS:  # as of most batches: half of the calls
-            return [tensor for tensor in thing if tensor.layout is torch.strided and not tensor.is_nested]
+        if set(map(type, thing)) == _TENSORS:  # as of most batches, without a call
+            found = []
+            for tensor in thing:
+                if tensor.layout is torch.strided and not tensor.is_nested:
+                    found.append(tensor)
+            return found
         return [tensor for part in thing for tensor in tensors_in(part, opens=opens)]
     if isinstance(thing, Mapping):
         return tensors_in(tuple(thing.values()), opens=opens)

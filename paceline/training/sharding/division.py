@@ -37,10 +37,19 @@ def share_out(
 
 
 def undivided(batches: Iterable[Sequence[Any]]) -> Iterator[RankBatch]:
-    """What `share_out` deals one rank alone, with a fifth of the calls."""
-    for batch in batches:
-        if len(batch):
-            yield tuple.__new__(RankBatch, (tuple(batch), 1.0))
+    """What `share_out` deals one rank alone, without a call in Python."""
+    whole = map(tuple, filter(len, batches))
+    return map(tuple.__new__, itertools.repeat(RankBatch), zip(whole, itertools.repeat(1.0)))
+
+
+def share_out_plain(
+    batches: Sequence[Sequence[Any]], *, rank: int, size: int, drop_last: bool = False
+) -> Iterator[RankBatch]:
+    """What `share_out` does, of batches of which only the last one may be shorter: nothing is joined to the groups
+    before the last two, which are dealt out without a call in Python."""
+    end = max(0, len(batches) // size - 2) * size
+    rest = share_out(batches[end:], rank=rank, size=size, drop_last=drop_last)
+    return itertools.chain(undivided(batches[rank:end:size]), rest)
 
 
 def groups_of(batches: Iterable[Sequence[Any]], *, size: int, drop_last: bool = False) -> Iterator[Group]:

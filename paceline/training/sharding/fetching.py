@@ -47,9 +47,10 @@ class Fetching:
         """The samples of these batches."""
         fetch = _here(self._inner)
         if fetch is not None:
+            is_whole = self._is_whole
             for batch in batches:
                 try:
-                    data = fetch(self._indices(batch))
+                    data = fetch(list(batch.samples) if is_whole else batch.samples[0])
                 except StopIteration:  # of the data set, by which torch's loader ends as well
                     return
                 # What `Part` does, without its call in Python.
@@ -66,10 +67,7 @@ class Fetching:
         batches, given = self._batches, self._given
         for batch in batches:
             given.append(batch)
-            yield self._indices(batch)
-
-    def _indices(self, batch: RankBatch) -> Any:
-        return list(batch.samples) if self._is_whole else batch.samples[0]
+            yield list(batch.samples) if self._is_whole else batch.samples[0]
 
 
 def _here(loader: DataLoader[Any]) -> Fetch | None:
@@ -115,6 +113,9 @@ def _rows(dataset: Any, fetch: Fetch, indices: Sequence[Any]) -> Any:
         return fetch(indices)
     try:
         selected = torch.frombuffer(array("q", rows), dtype=torch.int64)
-        return [tensor.index_select(0, selected) for tensor in table.tensors]
+        found = []
+        for tensor in table.tensors:  # a list's own loop is a call
+            found.append(tensor.index_select(0, selected))
+        return found
     except (IndexError, RuntimeError, OverflowError):  # there is no such row: torch's loader says which
         return fetch(indices)

@@ -33,7 +33,8 @@ class ShardedLoader(StandIn):
     checkpoint was taken. A script that leaves its loop early goes on with the next epoch.
 
     Args:
-        on_return: called when the script comes back: for its next batch, or for a new epoch.
+        on_return: called when the script comes back: for its next batch, or for a new epoch. Returns what `should_stop`
+            does after that.
         on_part: called with each batch and its place before it is handed out.
         on_position: called once when the position to resume from is reached.
         poison: what an attack makes of each batch.
@@ -60,7 +61,7 @@ class ShardedLoader(StandIn):
         rank: int,
         size: int,
         seed: int,
-        on_return: Callable[[], None] = lambda: None,
+        on_return: Callable[[], bool] | None = None,
         on_part: Callable[[Part, Place], None] = lambda part, place: None,
         on_position: Callable[[], None] = lambda: None,
         poison: Callable[[Any], Any] | None = None,
@@ -82,7 +83,7 @@ class ShardedLoader(StandIn):
                 "collate_fn or data set do what it does with batches or samples"
             )
         self._loader, self._rank = loader, rank
-        self._on_return, self._should_stop = on_return, should_stop
+        self._on_return, self._should_stop = on_return or should_stop, should_stop
         self._on_part, self._on_position, self._poison = on_part, on_position, poison
         self._on_pass, self._on_pass_end = on_pass, on_pass_end
         self._source: Source
@@ -190,9 +191,9 @@ class ShardedLoader(StandIn):
 
     def __iter__(self) -> Iterator[Any]:
         with self._tell:  # all in one generator: each further one costs a call a batch
-            self._on_return()
+            is_over = self._on_return()
             self._after_end.begin()
-            if self._should_stop():
+            if is_over:
                 if self._orders is not None and self._source is self._orders and self._after_end.has_batches():
                     yield from (part.data for part in self._orders.parts(Place(self.place.epoch, 0)))
                     return
@@ -239,8 +240,7 @@ class ShardedLoader(StandIn):
                         "another, and nothing tells where in its data the run is; end one before the other, or prepare "
                         "two loaders by name: prepare(..., first=loader, second=another)"
                     )
-                self._on_return()
-                if self._should_stop():
+                if self._on_return():
                     return
             self._is_in_pass, self.place = False, Place(epoch + 1, 0)
             self._on_pass_end()

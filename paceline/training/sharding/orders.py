@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from paceline.errors import UsageError
 from paceline.seeding import derive, preserved_random_state, random_state, seed_everything, set_random_state
-from paceline.training.sharding.division import Group, RankBatch, groups_of, share_out, undivided
+from paceline.training.sharding.division import Group, RankBatch, groups_of, share_out, share_out_plain, undivided
 from paceline.training.sharding.fetching import Fetching
 from paceline.training.sharding.looks import Looks
 from paceline.training.sharding.part import Part, Place
@@ -121,9 +121,12 @@ class Orders:
 
     def batches(self, epoch: int) -> Iterator[RankBatch]:
         """This rank's indices of an epoch."""
+        drawn = self._drawn(epoch)
         if self._size == 1:
-            return undivided(self._drawn(epoch))
-        return share_out(self._drawn(epoch), rank=self._rank, size=self._size, drop_last=self._drops_last)
+            return undivided(drawn)
+        if self.is_plain and isinstance(drawn, Sequence):
+            return share_out_plain(drawn, rank=self._rank, size=self._size, drop_last=self._drops_last)
+        return share_out(drawn, rank=self._rank, size=self._size, drop_last=self._drops_last)
 
     def groups(self, epoch: int, *, size: int | None = None) -> Iterator[Group]:
         """All ranks' indices of an epoch, by global batches. `size`: ranks, if these are not as many as at first."""

@@ -1,7 +1,10 @@
-"""The server of `tests/programs.py`: each program that it is asked for runs in a fork of it.
+"""The servers of `tests/programs.py`: each program that they are asked for runs in a fork of one.
+
+One has loaded Ray. Ray's core reads its settings again in each fork, and a program with other ones for Ray's Python
+starts cold. But which job a worker of Ray's is for, the core reads once: so workers are forks of a server without Ray.
 
 The fork is in the asker's network namespace, on the asker's cores, and shows its own environment to who looks at /proc.
-Libraries that the server has loaded have read its own variables, as OMP_NUM_THREADS, and not the program's.
+Other libraries that the server has loaded have read its own variables, as OMP_NUM_THREADS, and not the program's.
 
 Nor does a program take apart at its end what the server has loaded, which would be half a second of a core: it does
 what is to be done at exit, and is gone.
@@ -33,7 +36,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy
 
@@ -48,8 +51,15 @@ LOADED = (
     *("paceline.running.simulating", "paceline.running.watching", "paceline.data", "paceline.models", "paceline.lab"),
     *("paceline.lab.comparing", "paceline.lab.tracking", "paceline.lab.virtual_cluster", "paceline.lab.figures"),
     *("paceline.lab.html_page", "paceline.horovod.torch", "paceline.torch_backend.process_group"),
-    *("google.protobuf.json_format", "jsonschema", "requests", "msgpack", "filelock"),  # what Ray imports
+    *("google.protobuf.json_format", "jsonschema", "requests", "msgpack", "filelock", "tqdm"),  # what Ray imports
 )
+RAYS_AGENT = "ray._private.runtime_env.agent.main"  # puts folders of its own onto the path
+LOADED_WITH_RAY = (
+    *("ray", "ray.scripts.scripts", "ray.util.placement_group", "ray.util.state", "ray.dashboard.agent"),
+    *(RAYS_AGENT, "paceline.engines.ray.worker_actor"),
+    *("paceline.engines.ray.server_actor", "paceline.running.launch", "paceline.cli"),
+)
+_WATCHED_BY_PIPE = "RAY_enable_pipe_based_agent_to_parent_health_check"
 _EVENTS = select.POLLIN | select.POLLHUP
 _CREDENTIALS = struct.Struct("3i")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -57,21 +67,48 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     sys.path.pop(0)  # this folder, whose modules bear the names of others
-    _load()
-    sys.path.insert(0, "")  # where a program's own folder will stand
-    with socket.socket(fileno=int(sys.argv[1])) as door:
-        asked = _Server(door).serve()
-    if asked is not None:
-        _run(asked)
-
-
-def _load() -> None:
-    """What takes long. Not ray, which reads its settings from the environment as it is loaded."""
     for name in LOADED:
         import_module(name)
     assert "ray" not in sys.modules
+    programs, workers = (socket.socket(fileno=int(each)) for each in sys.argv[1:])
+    with_ray = os.fork()
+    settings = _load_ray() if with_ray == 0 else {}
     gc.collect()
     gc.freeze()
+    sys.path.insert(0, "")  # where a program's own folder will stand
+    with programs, workers:
+        asked = _Server(workers if with_ray else programs).serve()
+    if asked is not None:
+        _run(asked, settings)
+    if with_ray:
+        os.waitpid(with_ray, 0)
+
+
+def _folder_of(module: str) -> str:
+    return os.path.dirname(str(sys.modules[module].__file__))
+
+
+class _Noting(os._Environ):  # type: ignore[type-arg]
+    """Notes which variables are asked for."""
+
+    asked: ClassVar[set[str]] = set()
+
+    def __getitem__(self, name: str) -> str:
+        self.asked.add(name)
+        return str(super().__getitem__(name))
+
+
+def _load_ray() -> dict[str, str | None]:
+    """Gives the settings that Ray's Python has read from the environment meanwhile."""
+    ray_forks.use_in_program()
+    before, kind = dict(os.environ), type(os.environ)
+    os.environ.__class__ = _Noting
+    for name in LOADED_WITH_RAY:
+        import_module(name)
+    os.environ.__class__ = kind
+    sys.path[:] = [each for each in sys.path if not each.startswith(_folder_of(RAYS_AGENT))]
+    asked = {name for name in _Noting.asked if name.startswith("RAY_")} - {"RAY_CLIENT_MODE", _WATCHED_BY_PIPE}
+    return {name: before.get(name) for name in asked}  # without what Ray itself sets
 
 
 class _Server:
@@ -147,7 +184,7 @@ class _Server:
         asker.close()
 
 
-def _run(asked: dict[str, Any]) -> NoReturn:
+def _run(asked: dict[str, Any], settings: Mapping[str, str | None]) -> NoReturn:
     """Become the program: nothing of the server but its modules is left."""
     os.setsid()
     for stream, own in zip(asked["streams"], (0, 1, 2), strict=True):
@@ -156,11 +193,16 @@ def _run(asked: dict[str, Any]) -> NoReturn:
     _go_where(asked["asker"])
     os.chdir(asked["directory"])
     _take_environment(asked["environment"])
+    if any(os.environ.get(name) != value for name, value in settings.items()):
+        os.execv(sys.executable, [sys.executable, *asked["arguments"]])
+    if "ray" in sys.modules:
+        _have_ray_read_again()
+    else:
+        ray_forks.use_in_program()
     numpy.random.seed()  # as in a process of its own
     for name, does in ((signal.SIGINT, signal.default_int_handler), (signal.SIGCHLD, signal.SIG_DFL)):
         signal.signal(name, does)
     sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in os.environ or os.isatty(1))  # type: ignore[union-attr]
-    ray_forks.use_in_program()
     if ADDRESS in os.environ:
         sys.meta_path.insert(0, ray_forks.OnceLoaded({"paceline.horovod.processes": _fork_workers}))
     status = 0
@@ -178,6 +220,15 @@ def _run(asked: dict[str, Any]) -> NoReturn:
         status = 1
     _do_what_is_to_be_done_at_exit()
     os._exit(status)
+
+
+def _have_ray_read_again() -> None:
+    """Its core, which has read settings and token in the server; and agents, how they learn that their node is gone."""
+    ray: Any = import_module("ray._raylet")
+    ray.Config.initialize("")
+    ray.AuthenticationTokenLoader.instance().reset_cache()
+    agents: Any = import_module("ray.dashboard.consts")
+    agents.PARENT_HEALTH_CHECK_BY_PIPE = agents.env_bool(_WATCHED_BY_PIPE, False)
 
 
 def _be(file: str, *arguments: str) -> None:

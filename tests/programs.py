@@ -1,6 +1,6 @@
 """Programs of tests, run in forks of a server that has loaded what they import: 5 s of a core less for each.
 
-The server is `tests/program_forks.py`. This file is also a program: what it is given is run in a fork, and it ends
+The servers are `tests/program_forks.py`. This file is also a program: what it is given is run in a fork, and it ends
 with the same status. It imports the standard library alone, since it stands in for programs that start by the hundred.
 """
 
@@ -20,7 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ADDRESS = "PACELINE_TEST_FORKS"
-"""Names the server's socket, for the processes of a test session."""
+"""Names a server's socket, for the processes of a test session."""
+_OF_WORKERS = "-workers"
+"""Behind that name: the socket of the server that workers of Ray's are forks of."""
 _HERE = Path(__file__)
 _ROOM = "x" * 60_000  # in which forks show the environment that they were given
 
@@ -35,6 +37,7 @@ class Program:
         directory: str | Path,
         environment: Mapping[str, str],
         streams: tuple[int, int, int],
+        is_rays_worker: bool = False,
     ) -> None:
         """
         Args:
@@ -44,7 +47,7 @@ class Program:
         asked = {"arguments": list(arguments), "directory": str(directory), "environment": dict(environment)}
         told = json.dumps(asked).encode()
         self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(os.environ[ADDRESS])
+        self._connection.connect(os.environ[ADDRESS] + (_OF_WORKERS if is_rays_worker else ""))
         socket.send_fds(self._connection, [len(told).to_bytes(4, "big")], list(streams))
         self._connection.sendall(told)
         self.pid = self._number()
@@ -97,10 +100,11 @@ def served() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="paceline-test-forks-") as folder:
         address = os.path.join(folder, "socket")
         _write_stand_ins(Path(folder, "bin"))
-        with socket.socket(socket.AF_UNIX) as door:
-            door.bind(address)
-            door.listen(64)
-            server = _start(door)
+        with socket.socket(socket.AF_UNIX) as programs, socket.socket(socket.AF_UNIX) as workers:
+            for door, name in ((programs, address), (workers, address + _OF_WORKERS)):
+                door.bind(name)
+                door.listen(64)
+            server = _start(programs, workers)
         os.environ[ADDRESS] = address
         try:
             yield os.path.join(folder, "bin")
@@ -125,16 +129,16 @@ def _write_stand_ins(folder: Path) -> None:
         (folder / name).chmod(0o755)
 
 
-def _start(door: socket.socket) -> subprocess.Popen[bytes]:
-    """The server; it ends with its standard input."""
+def _start(*doors: socket.socket) -> subprocess.Popen[bytes]:
+    """The servers; they end with their standard input."""
     command = [sys.executable, str(_HERE.with_name("program_forks.py"))]
     path = os.pathsep.join([str(_HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "PYTHONPATH": path, "ROOM": _ROOM}
     return subprocess.Popen(
-        [*command, str(door.fileno())],
+        [*command, *(str(door.fileno()) for door in doors)],
         env=variables,
         stdin=subprocess.PIPE,
-        pass_fds=[door.fileno()],
+        pass_fds=[door.fileno() for door in doors],
         start_new_session=True,
     )
 

@@ -1,4 +1,4 @@
-"""Workers of a test's Ray, which `tests/programs.py` forks: 4 s of a core less for each.
+"""Workers and agents of a test's Ray, which `tests/programs.py` forks: 4 s of a core less for each worker.
 
 Ray's node manager is told to start its workers by this file. Where no server of forks is, they start as ever.
 
@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 _HERE = Path(__file__)
+_COMMAND = "_build_python_executable_command_memory_profileable"
 _PATIENCE_S = 300.0
 
 
@@ -34,14 +35,16 @@ def used() -> Iterator[None]:
     """Meanwhile every Ray that this process starts gets its workers so."""
     from ray._private import parameter, services
 
-    before = parameter.RayParams.update_if_absent, services.get_node, services.start_api_server
+    params = parameter.RayParams.update_if_absent
+    before = {name: getattr(services, name) for name in (_COMMAND, "get_node", "start_api_server")}
     _fork_workers(parameter)
-    _start_patiently(services)
+    _change_start(services)
     try:
         yield
     finally:
-        parameter.RayParams.update_if_absent = before[0]  # type: ignore[method-assign]
-        services.get_node, services.start_api_server = before[1:]
+        parameter.RayParams.update_if_absent = params  # type: ignore[method-assign]
+        for name, was in before.items():
+            setattr(services, name, was)
 
 
 def use_in_program() -> None:
@@ -90,8 +93,24 @@ def _leave_out_monitors(parameter: Any, **more: object) -> None:
     params.update_if_absent = update_if_absent
 
 
-def _start_patiently(services: Any) -> None:
+def _change_start(services: Any) -> None:
     """Of this module is what starts Ray's processes, and waits for them."""
+    _fork_agents(services)
+    _start_patiently(services)
+
+
+def _fork_agents(services: Any) -> None:
+    made = getattr(services, _COMMAND)
+
+    def command(component: str, *given: object, **named: object) -> list[str]:
+        if component.endswith("_agent") and os.environ.get("PACELINE_TEST_FORKS"):
+            return [sys.executable, "-S", "-E", str(_HERE.with_name("programs.py"))]
+        return list(made(component, *given, **named))
+
+    setattr(services, _COMMAND, command)
+
+
+def _start_patiently(services: Any) -> None:
     start = services.start_api_server
 
     def start_api_server(include_dashboard: bool | None, *given: object, **named: object) -> object:
@@ -118,7 +137,7 @@ def _has_ended(name: str) -> bool:
     return any(child.name() == name and child.status() == psutil.STATUS_ZOMBIE for child in psutil.Process().children())
 
 
-_LESS = {"ray._private.parameter": _leave_out_monitors, "ray._private.services": _start_patiently}
+_LESS = {"ray._private.parameter": _leave_out_monitors, "ray._private.services": _change_start}
 
 
 def main() -> None:
@@ -134,7 +153,10 @@ def main() -> None:
     if not os.environ.get(ADDRESS) or context.get("command_prefix") or given.language != "PYTHON":
         os.execv(sys.executable, [sys.executable, str(_rays_own()), *sys.argv[1:]])
     environment = {**os.environ, **(context.get("env_vars") or {})}
-    sys.exit(Program(program, directory=os.getcwd(), environment=environment, streams=(0, 1, 2)).wait())
+    streams = (0, 1, 2)
+    sys.exit(
+        Program(program, directory=os.getcwd(), environment=environment, streams=streams, is_rays_worker=True).wait()
+    )
 
 
 def _rays_own() -> Path:

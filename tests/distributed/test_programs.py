@@ -84,6 +84,29 @@ print(start_api_server(False, raise_on_failure=False))
     assert (tmp_path / "said").read_text() == f"{ray_forks.__file__} False True\n(None, None)\n"
 
 
+TELLS_RAYS = """
+import sys
+was_there = "ray" in sys.modules
+from ray._private.ray_constants import NUM_REDIS_GET_RETRIES as of_python
+from ray._raylet import AuthenticationMode, Config, get_authentication_mode
+print(was_there, of_python, Config.py_gcs_connect_timeout_s(), get_authentication_mode() == AuthenticationMode.TOKEN)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({}, "True 20 30 False"),
+        ({"RAY_py_gcs_connect_timeout_s": "7", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x" * 64}, "True 20 7 True"),
+        ({"RAY_NUM_REDIS_GET_RETRIES": "7"}, "False 7 30 False"),
+    ],
+)
+def test_a_program_that_uses_ray_has_its_own_settings(tmp_path: Path, variables: dict[str, str], told: str) -> None:
+    """The server has loaded Ray with others."""
+    assert started(tmp_path, TELLS_RAYS, **variables).wait() == 0
+    assert (tmp_path / "said").read_text() == f"{told}\n"
+
+
 def test_an_error_is_told_as_by_python_itself(tmp_path: Path) -> None:
     assert started(tmp_path, "def go():\n    raise ValueError('on purpose')\n\ngo()\n").wait() == 1
     said = (tmp_path / "said").read_text()

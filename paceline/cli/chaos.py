@@ -1,5 +1,6 @@
 """`paceline chaos`: runs of one script whose workers, servers or launcher die where chance has it."""
 
+import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, cast
@@ -67,7 +68,7 @@ def chaos(
 
     A run is right if whoever was struck and nobody else is lost, every sample or gradient counts as often as in the
     undisturbed run, the final model is as near to that one's as the strategy promises, and no process or descriptor is
-    left.
+    left. Each run's line tells how far its model is, and how far it may be.
 
     Example: paceline chaos train.py --strategy all-reduce --kills 20 --seed 7
     """
@@ -102,13 +103,17 @@ def chaos(
         num_runs, num_wrong = num_runs + 1, num_wrong + bool(struck.wrong)
         num_killed += struck.num_died
         told = "; ".join(map(str, struck.met)) or "ended before it was struck"
-        console.print(f"{struck.directory}: {told}: model {struck.distance:.1e} apart")
+        console.print(f"{struck.directory}: {told}: model {struck.distance:.1e} apart ({_bound(struck.bound)})")
         for each in struck.wrong:
             console.print(f"  wrong: {each}")
     deaths, runs = _counted(num_killed, "death"), _counted(num_runs, "run")
     console.print(f"{deaths} in {runs}, {num_wrong} wrong; again: --schedule {folder / SCHEDULE_FILE}")
     if num_wrong:
         raise RunFailed(f"{num_wrong} of {runs} lost something; their records are in {folder}")
+
+
+def _bound(largest: float) -> str:
+    return f"of {largest:g} at most" if largest < math.inf else "the strategy sets no bound"
 
 
 def _counted(number: int, thing: str) -> str:

@@ -77,7 +77,7 @@ def test_each_round_of_clients_is_the_undisturbed_one(start_on_cluster: Callable
     assert command.status == 0, output
     assert "2 deaths in 1 run, 0 wrong" in output
     assert "pause worker-0" in output
-    assert re.search(r"model (\d\.\de-(0[5-9]|1\d)|0\.0e\+00) apart", output), output
+    assert re.search(r"model (\d\.\de-(0[5-9]|1\d)|0\.0e\+00) apart \(of 0\.001 at most\)", output), output
 
 
 @pytest.mark.timeout(900)
@@ -188,6 +188,7 @@ def test_each_step_counts_once_without_steps_in_common(start: Callable[..., Comm
     output = command.wait()
     assert command.status == 0, output
     assert "2 deaths in 1 run, 0 wrong" in output
+    assert " apart (the strategy sets no bound)" in output
     command.assert_nothing_left()
 
 

@@ -33,11 +33,11 @@ OPTIMIZERS = {
 }
 
 
-def trained(directory: Path, *arguments: object, workers: int = 3, **options: object) -> Path:
+def trained(directory: Path, *arguments: object, script: Path = SCRIPT, workers: int = 3, **options: object) -> Path:
     log, out = directory / "log", directory / "out"
     log.mkdir()
     given = [*map(str, arguments), "--log", str(log)]
-    paceline.run(SCRIPT, workers=workers, arguments=given, out=out, **{"watcher": Listener(), **options})
+    paceline.run(script, workers=workers, arguments=given, out=out, **{"watcher": Listener(), **options})
     return out
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import paceline
 from paceline import Result
+from paceline.engines.ray.letting_go import LettingGo
 from paceline.records import Record, StepRecord
 from tests.distributed.harness import TRAIN, Command, is_training, num_steps, wait_until
 from tests.distributed.local import Listener
+from tests.distributed.test_elastic import SCRIPT, of, trained
+from tests.distributed.test_elastic_servers import updates
 
 pytestmark = pytest.mark.ray
 INTERRUPTED = 130
@@ -86,21 +93,79 @@ class _Finalized:
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.usefixtures("ray_here")
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """As in a process of its own: a test may run in the background of a shell, which has them ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("ray_here", "interrupts")
 def test_an_interrupt_that_python_loses_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listener = _LosesAnInterrupt()
     monkeypatch.setattr(sys, "unraisablehook", listener.note)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt, match="interrupted; saved"):
-            paceline.run(
-                TRAIN, workers=2, out=tmp_path / "out", watcher=listener,
-                arguments=["--steps", "100000", "--step-s", "0.01"],
-            )  # fmt: skip
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt, match="interrupted; saved"):
+        paceline.run(
+            TRAIN, workers=2, out=tmp_path / "out", watcher=listener,
+            arguments=["--steps", "100000", "--step-s", "0.01"],
+        )  # fmt: skip
     assert listener.lost == [KeyboardInterrupt]
+
+
+def interrupt_as_servers_are_asked(monkeypatch: pytest.MonkeyPatch, *, number: int, times: int) -> list[int]:
+    """Before they are asked for the so-manieth time about a worker that is gone; gives the numbers of what they were
+    asked."""
+    ask, asked, numbers = LettingGo._ask, list[int](), itertools.count(1)
+
+    def interrupted(self: LettingGo, *given: Any) -> list[Any]:
+        asked.append(next(numbers))
+        for _ in range(times if asked[-1] == number else 0):
+            signal.raise_signal(signal.SIGINT)
+        return ask(self, *given)
+
+    monkeypatch.setattr(LettingGo, "_ask", interrupted)
+    return asked
+
+
+COUNTS = {"strategy": "ps-asp", "options": {"servers": 2}, "elastic": "1:3"}
+"""Each gradient takes one from an element of the model for each of its samples, on each of two servers."""
+
+
+@SLOW
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.usefixtures("ray_here", "interrupts")
+def test_an_interrupt_while_a_worker_is_let_go_waits_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Before the servers know of it, or when one of two has let it go: the run saves itself with what both know, and
+    two workers go on from there, with what the dead one has left, too."""
+    asked = interrupt_as_servers_are_asked(monkeypatch, number=number, times=1)
+    given = ["--tally", "--epochs", 3, "--step-s", 0.02]
+    with pytest.raises(KeyboardInterrupt, match="interrupted; saved at iteration"):
+        trained(tmp_path, "--fail", "1:5:kill", *given, **COUNTS)
+    assert asked == [1, 2, 3]
+    out, again, log = tmp_path / "out", tmp_path / "again", tmp_path / "log-again"
+    assert [[event["who"] for event in of(out, name)] for name in ("lost", "let_go")] == [["worker-1"]] * 2
+    log.mkdir()
+    arguments = [*map(str, given), "--log", str(log)]
+    paceline.run(SCRIPT, workers=2, resume=out, out=again, arguments=arguments, watcher=Listener(), **COUNTS)
+    for half in load_file(again / "model.safetensors").values():
+        assert torch.equal(half, torch.full((96,), 3.0))
+    assert len(updates(out)) + len(updates(again)) == 2 * 72
+
+
+@SLOW
+@pytest.mark.usefixtures("ray_here", "interrupts")
+def test_a_second_interrupt_while_a_worker_is_let_go_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks the servers again, which may be what the run waits for."""
+    asked = interrupt_as_servers_are_asked(monkeypatch, number=2, times=2)
+    with pytest.raises(KeyboardInterrupt, match="interrupted before anything was saved"):
+        trained(tmp_path, "--fail", "1:5:kill", "--step-s", 0.02, **COUNTS)
+    assert asked == [1, 2]
+    assert [event["who"] for event in of(tmp_path / "out", "lost")] == ["worker-1"]
 
 
 @SLOW

@@ -149,6 +149,51 @@ def test_who_leaves_owes_nothing(tmp_path: Path, ray_here: None) -> None:
     assert [any(map(float, each)) for each in owed] == [True, True, False]
 
 
+LAYS_OUT = f"""
+import functools, runpy, sys
+from pathlib import Path
+
+from paceline.engines.ray.reforming import Reforming
+from paceline.engines.world import current
+from paceline.training.sharding.orders import Orders
+
+path = Path(sys.argv[sys.argv.index("--log") + 1], f"order-{{current().context.rank}}")
+
+def noted(owner, name, told):
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def with_note(*given, **named):
+        with path.open("a") as file:
+            print(told(*given[1:], **named), file=file)
+        return method(*given, **named)
+
+    setattr(owner, name, with_note)
+
+noted(Orders, "groups", lambda epoch: f"lays out {{epoch}}")
+noted(Reforming, "take", lambda *, rank, epoch: f"asks in {{epoch}}")
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["all-reduce", "ps-bsp"])
+def test_who_joins_lays_out_its_pass_before_it_asks_for_a_state(tmp_path: Path, ray_here: None, strategy: str) -> None:
+    """From then on the others may wait for it. It lays out no pass twice, and trains on what it has laid out: a script
+    that begins with the first pass goes on to the second, in which the others are."""
+    script = tmp_path / "train.py"
+    script.write_text(LAYS_OUT)
+    with meanwhile(tmp_path, {15: 3}):
+        out = trained(
+            tmp_path, "--epochs", 3, *held(15), script=script, workers=2, strategy=strategy, elastic="1:3",
+            global_batch="keep",
+        )  # fmt: skip
+    assert joined(out) == [2]
+    order = (tmp_path / "log" / "order-2").read_text().splitlines()
+    assert order == ["lays out 0", "asks in 0", "lays out 1", "asks in 1", "lays out 2"]
+    require_undisturbed(out)
+
+
 @pytest.mark.slow
 def test_any_number_of_resizes_and_a_death(tmp_path: Path, ray_here: None) -> None:
     """Replicas are compared at every step (strict)."""

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,6 +64,43 @@ def test_a_campaign_ends_when_the_hosts_that_its_last_run_struck_are_there_again
     assert log == ["undisturbed", "run-1", "hosts", "run-2", "run-3", "hosts"]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "elastic", "told", "bound"),
+    [
+        ("all-reduce", False, ["--elastic", "1:3", "--global-batch", "keep"], 1e-3),
+        ("gossip", False, ["--elastic", "1:3", "--global-batch", "grow"], float("inf")),
+        ("ps-bsp:servers=2:replicas=1", True, ["--elastic", "1:3", "--global-batch", "grow"], float("inf")),
+        ("ps-bsp:servers=2:replicas=1", False, [], 0.0),
+    ],
+)
+def test_a_launcher_is_struck_of_a_run_that_is_elastic_as_the_others_are(
+    tmp_path: Path, monkeypatch, strategy: str, elastic: bool, told: list[str], bound: float
+) -> None:
+    """Its workers end with it, so that the model is as near as where workers die."""
+    given: list[object] = []
+
+    def begin(words: list[object], *, out: Path, patience_s: float) -> None:
+        given.extend(words)
+        run(out.parent, steps={})
+        (out / "output.txt").write_text("the launcher was killed; another one goes on: resumed")
+        scene = schedule.Scene((Strike("launcher", launcher.WRITES, 1, "kill"),))
+        (out.parent / "struck" / scene.strikes[0].mark).touch()
+
+    monkeypatch.setattr(launcher, "run", begin)
+    monkeypatch.setattr(runs, "connected_to", lambda: "1.2.3.4:5")
+    monkeypatch.setattr(runs.Runs, "make", lambda self, name, scene: run(self.out / name, steps={}))
+    monkeypatch.setattr("paceline.running.chaos.campaign.Result", lambda out: SimpleNamespace(iteration=20))
+    monkeypatch.setattr("paceline.running.chaos.campaign.connected", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr("paceline.running.chaos.campaign.nodes", list)
+    made = Campaign(script=SCRIPT, strategy=build(strategy), workers=3, elastic=elastic, out=tmp_path / "out")
+    made.out.mkdir()
+    scene = schedule.Scene((Strike("launcher", launcher.WRITES, 1, "kill"),))
+    (struck,) = made.runs(kills=1, given=Schedule((scene,)))
+    assert (struck.num_died, struck.bound, struck.wrong) == (1, bound, ())
+    first = given.index("--elastic") if told else len(given)
+    assert given[first : first + len(told)] == told
+
+
 def rounds(folder: Path, *made_of: list[int]) -> Path:
     run(folder, steps={})
     for rank in range(2):
@@ -112,7 +150,7 @@ def test_what_clients_keep_is_compared_and_private_layers_of_the_model_are_not(t
 def run(folder: Path, *, steps: dict[int, list[int]], weight: float = 1.0, lost: tuple[str, ...] = ()) -> Path:
     """The files of a run of two workers."""
     for each in ("calls", "committed", "networks", "out"):
-        (folder / each).mkdir(parents=True)
+        (folder / each).mkdir(parents=True, exist_ok=True)
     for rank in range(2):
         lines = [json.dumps([number, samples, "alike"]) + "\n" for number, samples in steps.items()]
         (folder / "committed" / f"worker-{rank}").write_text("".join(lines) + "[5, [1")
@@ -385,10 +423,10 @@ def test_a_model_that_is_not_finite_is_wrong(tmp_path: Path) -> None:
     destroyed = run(tmp_path / "destroyed", steps={1: [0]}, weight=float("nan"))
     far = judging.distance(destroyed, whole)
     for each in (("all-reduce", {}), ("local-sgd", {}), ("ps-bsp", {"servers": 2, "replicas": 1})):
-        traits = build(*each).traits
-        assert judging.apart(0.0, traits, workers_die=False) == []
-        assert "the model is nan from the undisturbed run's" in judging.apart(far, traits, workers_die=False)[0]
-    assert judging.apart(0.002, build("all-reduce", {}).traits, workers_die=True)
+        bound = judging.bound(build(*each).traits, workers_die=False)
+        assert judging.apart(0.0, bound) == []
+        assert "the model is nan from the undisturbed run's" in judging.apart(far, bound)[0]
+    assert judging.apart(0.002, judging.bound(build("all-reduce", {}).traits, workers_die=True))
 
 
 def test_descriptors_that_stay_open_are_found(tmp_path: Path, monkeypatch) -> None:

@@ -11,7 +11,6 @@ from paceline.elastic import Elastic
 from paceline.engines.ray.answers import Answers
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.hearing import Hearing
-from paceline.engines.ray.interrupts import hold_back_interrupts
 from paceline.engines.ray.job import Job
 from paceline.engines.ray.lane_desk import LaneDesk
 from paceline.engines.ray.letting_go import LettingGo
@@ -120,39 +119,11 @@ class ElasticMembers:
             say(str(refused))
 
     def survive(self) -> None:
-        """Workers that have died are no members any more, and the others go on. Who interrupts the run waits until that
-        is so, or does so again: it is to be saved with what all know of one another.
+        """Workers that have died are no members any more, and the others go on.
 
         Raises:
             RunFailed: too few workers are left.
         """
-        with hold_back_interrupts(patience=1):
-            self._go_on_without_the_dead()
-
-    def turn_new_servers(self) -> None:
-        """Have servers that are to come go on with that."""
-        if self._new_servers is not None:
-            self._new_servers.turn()
-
-    def why(self, name: str) -> str:
-        """Say what ended its process, as far as the launcher knows."""
-        return self._survival.why(name)
-
-    def give_up_newcomers(self) -> None:
-        """No worker and no server comes any more."""
-        self._newcomers.give_up_all()
-        self.give_up_new_servers()
-
-    def give_up_new_servers(self) -> None:
-        if self._new_servers is not None:
-            self._new_servers.give_up_all()
-
-    def end(self) -> None:
-        """The run has ended well."""
-        if self._lane_desk is not None:
-            self._lane_desk.end()
-
-    def _go_on_without_the_dead(self) -> None:
         members, survival, newcomers = self._members, self._survival, self._newcomers
         self._expel()
         newcomers.turn()
@@ -179,6 +150,29 @@ class ElasticMembers:
             newcomers.give_up_all()
         survival.end_silent()
         survival.require_all()
+
+    def turn_new_servers(self) -> None:
+        """Have servers that are to come go on with that."""
+        if self._new_servers is not None:
+            self._new_servers.turn()
+
+    def why(self, name: str) -> str:
+        """Say what ended its process, as far as the launcher knows."""
+        return self._survival.why(name)
+
+    def give_up_newcomers(self) -> None:
+        """No worker and no server comes any more."""
+        self._newcomers.give_up_all()
+        self.give_up_new_servers()
+
+    def give_up_new_servers(self) -> None:
+        if self._new_servers is not None:
+            self._new_servers.give_up_all()
+
+    def end(self) -> None:
+        """The run has ended well."""
+        if self._lane_desk is not None:
+            self._lane_desk.end()
 
     def _expel(self) -> None:
         """Who is expelled has died for all others."""

@@ -44,6 +44,11 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(f"interrupted; saved{where} in {directory}: {remedy}")
 
 
+@final
+class Insisted(KeyboardInterrupt):
+    """The user has interrupted again while a first interrupt was held back."""
+
+
 @contextlib.contextmanager
 def keep_handlers() -> Iterator[None]:
     """Ray takes SIGTERM for itself when it starts; give it back to whoever had it."""
@@ -63,7 +68,7 @@ def hold_back_interrupts(*, patience: float = math.inf) -> Iterator[None]:
     """Let what must be done be done: interrupts that come inside are raised at its end.
 
     Args:
-        patience: how many are held back; the next one is raised at once.
+        patience: how many are held back; the next one is raised at once, as `Insisted`, and they are dropped.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -73,11 +78,14 @@ def hold_back_interrupts(*, patience: float = math.inf) -> Iterator[None]:
     def note(number: int, _: object) -> None:
         arrived.append(number)
         if len(arrived) > patience:
-            raise KeyboardInterrupt
+            raise Insisted
 
     handlers = {number: signal.signal(number, note) for number in _SIGNALS}
     try:
         yield
+    except Insisted:
+        arrived.clear()
+        raise
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -17,7 +17,7 @@ from paceline.engines.ray.answers import Answers
 from paceline.engines.ray.controller import Controller
 from paceline.engines.ray.elastic_members import ElasticMembers
 from paceline.engines.ray.hearing import TURN_S, Hearing
-from paceline.engines.ray.interrupts import Interrupted, hold_back_interrupts, note_interrupts
+from paceline.engines.ray.interrupts import Insisted, Interrupted, hold_back_interrupts, note_interrupts
 from paceline.engines.ray.job import Job
 from paceline.engines.ray.liveness import MemoryKills, Watch
 from paceline.engines.ray.members import Members
@@ -79,8 +79,11 @@ class Supervisor:
             if self._elastic is not None:
                 self._elastic.end()
             self._controller.event("ended")
-        except KeyboardInterrupt:
-            self._save_and_stop()
+        except KeyboardInterrupt as interrupt:
+            if isinstance(interrupt, Insisted):
+                self._is_urgent = True
+            else:
+                self._save_and_stop()
             why = self._controller.progress.not_saved
             if why is not None:  # a job in a queue, say, must not think that it can go on from there
                 raise RunFailed(f"interrupted, and the last checkpoint is not saved: {why}") from None
@@ -164,7 +167,9 @@ class Supervisor:
             self._controller.raise_write_error()
             self._hearing.collect()
             if self._elastic is not None:
-                self._elastic.survive()
+                # What is saved is to be what all know of one another; who insists does not wait for that.
+                with hold_back_interrupts(patience=1):
+                    self._elastic.survive()
             if self._takeover is not None:
                 self._takeover.turn(self._members)
                 self._takeover.spread()

@@ -36,7 +36,9 @@ class Struck(NamedTuple):
     met: tuple[Strike, ...]
     """Those of its strikes whose place the process came to."""
     distance: float
-    """Of its final model from the undisturbed one's, as a share of how far that one has come."""
+    """Of its final model from the undisturbed run's, as a share of that one's norm; not a number if the run failed."""
+    bound: float
+    """How large that may be; infinite where the strategy promises nothing."""
     wrong: tuple[str, ...]
 
     @property
@@ -193,16 +195,20 @@ class Campaign:
         except PacelineError as error:
             failure = f"the run failed: {error}"
         met = striking.met(scene.strikes, folder)
+        bound, has_clients = self._bound(folder, met), self.strategy.traits.num_clients > 0
         wrong, distance = [failure] if failure else [], float("nan")
         if not failure:
-            distance = judging.distance(folder, whole, has_clients=self.strategy.traits.num_clients > 0)
+            distance = judging.distance(folder, whole, has_clients=has_clients)
             wrong = judging.launcher(folder, met) if by_launcher else self._lost(folder, whole, met)
-            # While no worker dies, an elastic run is as another one.
-            workers_die = any(who.startswith("worker") for who in judging.dying(folder, met))
-            traits = self._traits if workers_die else self.strategy.traits
-            wrong += judging.apart(distance, traits, workers_die=workers_die)
-            wrong += judging.kept(folder, whole) if traits.num_clients else []
-        return Struck(folder, met, distance, (*wrong, *judging.left(folder, before)))
+            wrong += judging.apart(distance, bound)
+            wrong += judging.kept(folder, whole) if has_clients else []
+        return Struck(folder, met, distance, bound, (*wrong, *judging.left(folder, before)))
+
+    def _bound(self, folder: Path, met: Sequence[Strike]) -> float:
+        """While no worker dies, an elastic run is as another one. All die with the launcher, and others go on."""
+        dead = judging.dying(folder, met)
+        workers_die = self._is_elastic and any(who.startswith(("worker", "launcher")) for who in dead)
+        return judging.bound(self._traits if workers_die else self.strategy.traits, workers_die=workers_die)
 
     def _lost(self, folder: Path, whole: Path, met: Sequence[Strike]) -> list[str]:
         """A line for each member that was lost unstruck, and for what does not count as in the undisturbed run."""

@@ -84,7 +84,8 @@ class Runs:
         )
 
     def make_detached(self, name: str, scene: Scene, *, num_iterations: int) -> Path:
-        """A run that a launcher of its own keeps, which can be struck; its folder. Raises RunFailed if it fails."""
+        """A run that a launcher of its own keeps, which can be struck; its folder. Of an elastic run nobody else dies.
+        Raises RunFailed if it fails."""
         folder = self._folder(name, scene)
         given: dict[str, object] = {
             "--strategy": name_of(self.strategy),
@@ -98,6 +99,8 @@ class Runs:
         }
         if self.max_steps is not None:
             given["--max-steps"] = self.max_steps
+        if self.at_least is not None:
+            given |= {"--elastic": f"{self.at_least}:{self.workers}", "--global-batch": self.global_batch}
         options = [part for setting in settings_of(self.strategy).items() for part in ("--option", "=".join(setting))]
         plain = [str(part) for setting in given.items() for part in setting]
         with _struck_in(folder):

@@ -15,7 +15,6 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from paceline.engines import world
-from paceline.threads import let_idle_threads_sleep
 from paceline.training import summed_loss
 from tests import programs, ray_forks
 
@@ -29,8 +28,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.update(RAY_worker_niceness="0")  # at Ray's 15, workers would starve beside other tests
 torch.set_num_threads(1)
 
-# Nor do threads that wait: servers that fork programs and workers have loaded torch before these begin.
-let_idle_threads_sleep()
+# Nor do threads that wait, which else spin for a while: processes that have two threads, as a run of one worker, took
+# 1.6 times as long and as much of the cores where three of them shared two. Servers that fork programs and workers have
+# loaded torch before these begin.
+os.environ["GOMP_SPINCOUNT"] = "0"
+
+# No test turns the machine off: what this process has written is there also where the disk has it not yet. Simulated
+# runs write checkpoints by the thousand, and each would wait for the disk twice.
+os.fsync = lambda descriptor: None
 
 # A look at a loss that fails stops no script, but a test.
 summed_loss.SURPRISES = ()

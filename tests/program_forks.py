@@ -11,9 +11,9 @@ what is to be done at exit, and is gone.
 
 A program that works so may still fail where it starts by itself. It may not import all that it uses. And all forks
 have the server's seed of hashes (PYTHONHASHSEED), so that ranks go through a set in the same order, which they do not
-elsewhere. So some tests start programs cold: on Ray test_deaths.py and README.md's commands, on several hosts
-test_security.py and test_cluster_page.py, under torchrun test_entry_points.py, and served federated ones the commands
-of docs/federated.md.
+elsewhere. So some tests start programs cold: on Ray test_deaths.py, on servers test_security.py, README.md's commands,
+on several hosts test_security.py and test_cluster_page.py, under torchrun test_entry_points.py, and served federated
+ones the commands of docs/federated.md.
 """
 
 from __future__ import annotations

@@ -104,6 +104,8 @@ def test_commands_run(page: Path, cluster: str, program_forks: str, tmp_path: Pa
         starts_cold = page == START_COLD or command.startswith(STARTS_COLD)
         path = os.pathsep.join(cold if starts_cold else [program_forks, *cold])
         environment = os.environ | {"PATH": path, "RAY_ADDRESS": cluster}
+        if not starts_cold:
+            environment["PYTHON_EXEC"] = os.path.join(program_forks, "python")  # what torchrun starts
         done = subprocess.run(
             command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
         )

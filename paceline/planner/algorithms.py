@@ -1,5 +1,7 @@
 """All-reduce algorithms on a cluster: how long they take, and what they put on every link."""
 
+import math
+
 import numpy as np
 
 from paceline.comm.algorithms.pieces import PIECE_BYTES
@@ -28,25 +30,27 @@ def time_s(algorithm: str, setting: Setting, num_bytes: float) -> float:
     size = len(ranks)
     if size == 1:
         return 0.0
+    pieces = {"piece_bytes": float(PIECE_BYTES), "message_s": setting.message_s}
     if algorithm == "ring":
         return sum(setting.ring_of_ranks.parts_s(num_bytes))
     if algorithm == "naive-ring":  # half as many rounds, with n times the bytes
         return sum(setting.ring_of_ranks.parts_s(size * num_bytes)) / 2
     if algorithm == "halving-doubling":
-        rate, latency_s = _rate_of_halving(setting, num_bytes)
-        return costs.halving_doubling_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s)
+        stages, (rate, latency_s) = setting.timed_halving(num_bytes), _rate_of_halving(setting, num_bytes)
+        alone_s = costs.halving_doubling_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s)
+        return alone_s + sum(max(0.0, setting.message_turn_s(ranks) - float(sent_s.max())) for *_, sent_s in stages)
     if algorithm == "reduce-broadcast":
         root = np.full(size - 1, ranks[0])
         rate = (size - 1) * float(fabric.shares_per_s(ranks[1:], root).min())
         latency_s = float(fabric.latency_s(ranks[1:], root).max())
-        pieces = {"piece_bytes": float(PIECE_BYTES), "message_s": setting.message_s}
         return costs.reduce_broadcast_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s, **pieces)
     if algorithm == "all-to-all":
         latency_s = float(fabric.farthest_s(ranks, ranks).max())
         one_way_s = fabric.busiest(_among_all(setting, num_bytes / size)).busy_s
         rate = (size - 1) * num_bytes / (size * one_way_s)
-        pieces = {"piece_bytes": float(PIECE_BYTES), "message_s": setting.round_s(ranks)}
-        return costs.all_to_all_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s, **pieces)
+        alone_s = costs.all_to_all_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s, **pieces)
+        num_messages = 2 * (size - 1) * math.ceil(num_bytes / size / PIECE_BYTES)
+        return max(alone_s, num_messages * setting.message_turn_s(ranks))
     parents, children = (ranks[ends] for ends in setting.trees.edges)
     one_way_s = fabric.busiest(fabric.messages(children, parents, num_bytes / 2)).busy_s
     return setting.trees.time_s(num_bytes, one_way_s=one_way_s, message_s=setting.message_s)
@@ -90,8 +94,7 @@ def _rate_of_halving(setting: Setting, num_bytes: float) -> tuple[float, float]:
     times_s = [size_bytes / float(fabric.shares_per_s(here, there).min()) for here, there, size_bytes in stages]
     latencies_s = [float(fabric.latency_s(here, there).max()) for here, there, _ in stages]
     ideal = costs.halving_doubling_s(setting.num_workers, num_bytes, bytes_per_s=1.0)
-    round_s = setting.round_s(np.array(setting.places.workers))
-    return ideal / sum(times_s), sum(latencies_s) / len(latencies_s) + round_s
+    return ideal / sum(times_s), sum(latencies_s) / len(latencies_s) + setting.message_s
 
 
 def all_gather(setting: Setting, num_bytes: float) -> tuple[float, Loads]:

@@ -22,6 +22,10 @@ class Draws:
     def next_s(self, rank: int, *, num_steps: int = 1) -> float:
         return sum(self._times[rank].draw(self._means_s[rank]) for _ in range(num_steps))
 
+    def needed_s(self, rank: int) -> float:
+        """What a worker's next step needs of a core that others may share."""
+        return self.next_s(rank) / float(self._sharing[rank])
+
     def all_s(self, now_s: Floats, *, besides_s: Floats | float = 0.0) -> Floats:
         """How long all workers compute a step from these times on, and do what needs a core for so long besides, turns
         at cores included."""

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple, final
 
+from paceline.planner.computing import Computing
 from paceline.planner.draws import Draws
 from paceline.planner.servers import ServerExchange
 from paceline.planner.setting import Setting
@@ -38,8 +39,7 @@ class QuorumRounds:
     def __init__(self, traffic: Served, setting: Setting, exchange: ServerExchange, draws: Draws) -> None:
         assert traffic.quorum is not None
         self._quorum, self._grace_s, self._every = traffic.quorum, traffic.grace_s, traffic.every
-        self._size, self._exchange, self._draws = setting.num_workers, exchange, draws
-        self._besides_s = traffic.every * setting.work.overhead_s + exchange.ask_s
+        self._size, self._exchange, self._computing = setting.num_workers, exchange, Computing(setting, draws)
         self._own_push_s: list[float] = exchange.own_push_s.tolist()
         self._own_pull_s: list[float] = exchange.own_pull_s.tolist()
         self._way_s: list[float] = (exchange.latency_s / 2).tolist()
@@ -47,7 +47,6 @@ class QuorumRounds:
         self._back = 0 if is_shared else 1
         self._free_s = [0.0, 0.0]  # when the links to the servers, and those back, are through
         self._served_s = 0.0  # when the servers are
-        self._computed: list[tuple[float, int]] = []
         self._come: list[tuple[float, int]] = []
         self._held: list[int] = []
         self._closes_s = math.inf
@@ -70,7 +69,7 @@ class QuorumRounds:
             self._compute(worker, 0.0)
         while True:
             come_s = self._come[0][0] if self._come else math.inf
-            computed_s = self._computed[0][0] if self._computed else math.inf
+            computed_s = self._computing.next_s
             if self._closes_s <= min(come_s, computed_s):
                 yield self._close(self._closes_s)
             elif come_s <= computed_s:
@@ -81,12 +80,12 @@ class QuorumRounds:
                 elif len(self._held) == self._quorum:
                     self._closes_s = come_s + self._grace_s
             else:
-                _, worker = heapq.heappop(self._computed)
-                self._push(worker, computed_s)
+                computed = self._computing.go_on()
+                if computed is not None:
+                    self._push(computed.worker, computed_s)
 
     def _compute(self, worker: int, now_s: float) -> None:
-        end_s = now_s + self._besides_s + self._draws.next_s(worker, num_steps=self._every)
-        heapq.heappush(self._computed, (end_s, worker))
+        self._computing.begin(worker, now_s + self._exchange.ask_s, num_steps=self._every)
 
     def _push(self, worker: int, now_s: float) -> None:
         each_s = self._exchange.push_s / self._size

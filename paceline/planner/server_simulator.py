@@ -1,20 +1,20 @@
 """Workers and one server that stands for all of them, event by event, with the servers' own admission rule."""
 
-import heapq
 import math
 from typing import final
 
 import numpy as np
 
 from paceline.membership import Membership
+from paceline.planner.computing import Computing
 from paceline.planner.draws import Draws
 from paceline.planner.servers import ServerExchange, server_exchange
 from paceline.planner.setting import Setting
+from paceline.planner.shared_queue import TINY, SharedQueue
 from paceline.server.admission import AdmissionRule, BulkSynchronous, StaleSynchronous
 from paceline.strategies.traits import Served
 
 _MOST_PASSING = 1 / 4  # fitted to the virtual engine's messages, where gradients are a few chunks each
-_TINY = 1e-12
 
 
 @final
@@ -25,16 +25,12 @@ class SynchronousRun:
         size = setting.num_workers
         self._rule: AdmissionRule = BulkSynchronous(Membership.first(size), backup_workers=traffic.backup_workers)
         self._exchange = server_exchange(setting, num_gradients=size - traffic.backup_workers, coding=traffic)
-        self._draws, self._every = draws, traffic.every
-        self._besides_s = (
-            traffic.every * setting.work.overhead_s + self._exchange.ask_s + self._exchange.rows.in_turns_s
-        )
+        self._computing, self._every = Computing(setting, draws), traffic.every
+        self._besides_s = self._exchange.ask_s + self._exchange.rows.in_turns_s
         self._own_push_s, self._own_pull_s = self._exchange.own_push_s.tolist(), self._exchange.own_pull_s.tolist()
         self._way_s: list[float] = (self._exchange.latency_s / 2).tolist()
         self._starts_s: list[float] = []  # of the pushes since the last clock
         self._clocks = [0] * size
-        self._begun: list[tuple[float, int, int]] = []  # pushes: when, in which order, by whom
-        self._num_begun = 0
 
     def run(self, num_clocks: int) -> list[float]:
         """When each of so many clocks was answered."""
@@ -42,16 +38,14 @@ class SynchronousRun:
         for worker in range(len(self._clocks)):
             self._compute(worker, 0.0)
         while len(ends_s) < num_clocks:
-            begin_s, _, worker = heapq.heappop(self._begun)
-            end_s = self._push(worker, begin_s)
+            computed = self._computing.go_on()
+            end_s = None if computed is None else self._push(computed.worker, computed.at_s)
             if end_s is not None:
                 ends_s.append(end_s)
         return ends_s
 
     def _compute(self, worker: int, now_s: float) -> None:
-        self._num_begun += 1
-        end_s = now_s + self._besides_s + self._draws.next_s(worker, num_steps=self._every)
-        heapq.heappush(self._begun, (end_s, self._num_begun, worker))
+        self._computing.begin(worker, now_s + self._besides_s, num_steps=self._every)
 
     def _push(self, worker: int, begin_s: float) -> float | None:
         """When the clock was answered, if this gradient completes it."""
@@ -84,8 +78,7 @@ class AsynchronousRun:
         num_workers = setting.num_workers
         self._rule = StaleSynchronous(Membership.first(num_workers), staleness=traffic.staleness)
         exchange = server_exchange(setting, num_gradients=1, coding=traffic)
-        self._draws, self._every = draws, traffic.every
-        self._besides_s = traffic.every * setting.work.overhead_s + exchange.ask_s
+        self._computing, self._every, self._ask_s = Computing(setting, draws), traffic.every, exchange.ask_s
         self._piece = 1 / exchange.num_pieces
         part = self._piece if len(setting.places.servers) == 1 else _late(exchange, self._piece)
         (ahead_s, all_ahead_s), (behind_s, all_behind_s) = exchange.rows.ways
@@ -101,14 +94,12 @@ class AsynchronousRun:
         self._both_push_s = exchange.shared_push_s / num_workers
         self._both_pull_s = exchange.shared_pull_s / num_workers
         self._least_push_s, self._least_pull_s = float(own_s.min()), float(back_s.min())
-        self._pushing, self._pulling = _Shared(), _Shared()
+        self._pushing, self._pulling = SharedQueue(), SharedQueue()
         self._server_free_s = 0.0
         self._clocks = [0] * num_workers
         self._began_s = [0.0] * num_workers
         self._leaves_s = [0.0] * num_workers  # when the last piece can be answered
         self._waiting: dict[int, list[int]] = {}  # by clock, workers that were not let go on
-        self._due: list[tuple[float, int, int]] = []  # when a worker has computed
-        self._num_due = 0
 
     def run(self, num_steps: int) -> list[float]:
         """When each gradient was applied, until there are so many a worker."""
@@ -117,7 +108,7 @@ class AsynchronousRun:
         for worker in range(len(self._clocks)):
             self._compute(worker, 0.0)
         while len(ends_s) < num_updates:
-            computed_s = self._due[0][0] if self._due else math.inf
+            computed_s = self._computing.next_s
             self._pushing.pace_s = self._push_pace_s()
             self._pulling.pace_s = self._pull_pace_s()
             pushed_s, pulled_s = self._pushing.next_s, self._pulling.next_s
@@ -125,9 +116,10 @@ class AsynchronousRun:
             for queue in (self._pushing, self._pulling):
                 queue.move_on(now_s)
             if computed_s <= min(pushed_s, pulled_s):
-                _, _, worker = heapq.heappop(self._due)
-                self._began_s[worker] = computed_s
-                self._pushing.enter(worker, self._part, is_first=True)
+                computed = self._computing.go_on()
+                if computed is not None:
+                    self._began_s[computed.worker] = computed_s
+                    self._pushing.enter(computed.worker, self._part, is_first=True)
             elif pushed_s <= pulled_s:
                 worker, is_first = self._pushing.leave()
                 if is_first and self._part < 1:
@@ -144,7 +136,7 @@ class AsynchronousRun:
         """Seconds for a whole gradient, with as many as are under way."""
         count = len(self._pushing)
         share = self._passing() if self._pulling else 0.0
-        return max(self._least_push_s, self._push_s * count, self._both_push_s * count / (1 - share), _TINY)
+        return max(self._least_push_s, self._push_s * count, self._both_push_s * count / (1 - share), TINY)
 
     def _passing(self) -> float:
         """The part of a shared link that answers get at least: a sender's next chunk waits for all that came before it,
@@ -156,12 +148,10 @@ class AsynchronousRun:
         """Seconds for a whole answer."""
         left = max(self._passing(), 1 - self._both_push_s * len(self._pushing) / self._pushing.pace_s)
         each_s = max(self._pull_s, self._both_pull_s / left)
-        return max(self._least_pull_s, each_s * len(self._pulling), _TINY)
+        return max(self._least_pull_s, each_s * len(self._pulling), TINY)
 
     def _compute(self, worker: int, now_s: float) -> None:
-        self._num_due += 1
-        end_s = now_s + self._besides_s + self._draws.next_s(worker, num_steps=self._every)
-        heapq.heappush(self._due, (end_s, self._num_due, worker))
+        self._computing.begin(worker, now_s + self._ask_s, num_steps=self._every)
 
     def _pushed(self, worker: int, now_s: float, ends_s: list[float]) -> None:
         """A whole gradient has come: the server updates the last piece, and may answer."""
@@ -193,45 +183,8 @@ class AsynchronousRun:
         self._compute(worker, now_s + self._latency_s[worker])
 
 
-@final
-class _Shared:
-    """A processor-sharing queue, by the work that each of its jobs has been given so far."""
-
-    def __init__(self) -> None:
-        self.pace_s = _TINY
-        """Each job takes so long for one unit of work, until anything changes."""
-        self._given = self._now_s = 0.0
-        # Each: through at how much given, in which order it came, whose it is, whether it is a first part.
-        self._jobs: list[tuple[float, int, int, bool]] = []
-        self._num_entered = 0
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    @property
-    def next_s(self) -> float:
-        """When the next job is done, if nothing changes before."""
-        if not self._jobs:
-            return math.inf
-        return self._now_s + max(0.0, self._jobs[0][0] - self._given) * self.pace_s
-
-    def move_on(self, at_s: float) -> None:
-        if self._jobs:
-            self._given += max(0.0, at_s - self._now_s) / self.pace_s
-        self._now_s = max(self._now_s, at_s)
-
-    def enter(self, worker: int, size: float, *, is_first: bool) -> None:
-        self._num_entered += 1
-        heapq.heappush(self._jobs, (self._given + size, self._num_entered, worker, is_first))
-
-    def leave(self) -> tuple[int, bool]:
-        """Take out the job that is done next: whose it is, and whether it is a first part."""
-        _, _, worker, is_first = heapq.heappop(self._jobs)
-        return worker, is_first
-
-
 def _late(exchange: ServerExchange, piece: float) -> float:
     """The part of a gradient that is pushed before its answer begins, chosen so that the answer ends when it would
     beside what the worker still packs."""
-    back = exchange.own_beside * exchange.own_pull_s / np.maximum(exchange.own_push_s, _TINY)
+    back = exchange.own_beside * exchange.own_pull_s / np.maximum(exchange.own_push_s, TINY)
     return float(np.clip(1 - (1 - piece) * back, piece, 1.0).mean())

@@ -245,7 +245,7 @@ class Setting:
     def ring_of_ranks(self) -> RingReduction:
         """Through every rank, as the algorithm over send and receive goes."""
         ranks = np.array(self.places.workers)
-        return RingReduction(self.fabric, ranks, np.zeros_like(ranks), self.round_s(ranks))
+        return RingReduction(self.fabric, ranks, np.zeros_like(ranks), self.message_s, self.message_turn_s(ranks))
 
     @cached_property
     def trees(self) -> Trees:
@@ -266,10 +266,10 @@ class Setting:
         costs, most = self.cluster.communication, self._most_on_a_core(hosts)
         return (most * costs.hop_core_us if most else costs.hop_us) * 1e-6
 
-    def round_s(self, hosts: Numbers) -> float:
-        """How long a worker of each of these hosts is at sending another one a message, besides what passes links.
-        Cores that hosts share handle both ends, one after the other."""
-        return max(self.message_s, self._most_on_a_core(hosts) * self.cluster.communication.message_core_us * 1e-6)
+    def message_turn_s(self, hosts: Numbers) -> float:
+        """The least that it takes a worker of each of these hosts to send another one a message: cores that hosts share
+        handle both ends of all of them, one after the other."""
+        return self._most_on_a_core(hosts) * self.cluster.communication.message_core_us * 1e-6
 
     def ends_core_s(self, senders: Numbers, receivers: Numbers) -> tuple[Floats, Floats]:
         """What messages from each of these hosts to the one in the same place take of the cores of either end, where
@@ -295,7 +295,7 @@ class Setting:
         found = []
         for here, there, size in _halving(len(ranks), num_bytes):
             sent_s = size / fabric.shares_per_s(ranks[here], ranks[there]) + fabric.latency_s(ranks[here], ranks[there])
-            found.append((here, there, sent_s + self.round_s(ranks)))
+            found.append((here, there, sent_s + self.message_s))
         return found
 
     def kind_of(self, busiest: Busiest) -> str:

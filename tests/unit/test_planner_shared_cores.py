@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.cluster.description import Cluster, Communication, Compute, Hosts
+from paceline.cluster.description import Cluster, Communication, Compute, Hosts, Servers
 from paceline.planner import StepWork, predict
+from paceline.planner.computing import Computing
 from paceline.planner.core_turns import last_of_some_s
+from paceline.planner.draws import Draws
+from paceline.planner.setting import Setting
 from paceline.planner.simulator import simulate
 from tests.conformance.test_virtual_costs import step_s
-from tests.conformance.virtual_cluster import run, tiny
+from tests.conformance.virtual_cluster import PLAIN, run, tiny
 
 STEP_S = 0.004
 TRACE = (*[0.003] * 9, 0.013)
@@ -124,6 +127,55 @@ def test_cores_of_their_own_change_nothing() -> None:
             for cluster in (cluster_of(8, 8, **compute), replace(cluster_of(8, 8, **compute), shared_cores=None))
         )
         assert shared.step_s == own.step_s
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "taken_s"),
+    [
+        ("ps-bsp", {}, 0.5),
+        ("ps-ssp", {"staleness": 3}, 0.5),
+        ("ps-asp", {}, 0.32),
+        ("ps-bsp", {"backup_workers": 1}, 0.5),
+    ],
+    ids=str,
+)
+def test_unlike_hosts_of_a_core_slow_each_other_down_under_servers(
+    strategy: str, options: dict[str, Any], taken_s: float, tmp_path: Path
+) -> None:
+    """On each of four cores one host needs 0.1 s for a step, and one 0.4 s. Where all wait for all, they are through
+    after 0.5 s; else each has half of its core: 5 and 1.25 steps a second."""
+    (kind,) = cluster_of(4).hosts
+    kinds = tuple(replace(kind, name=f"speed-{speed:g}", speed=speed) for speed in (1.0, 0.25))
+    beside = Servers(placement="with workers")
+    cluster = Cluster(hosts=kinds, compute=Compute(step_s=0.1), servers=beside, shared_cores=4)
+    given: dict[str, Any] = {"strategy": strategy, "workers": 8, "work": SMALL, "options": options}
+    assert predict(cluster, **given).step_s == pytest.approx(taken_s, rel=0.01)
+    assert simulate(cluster, **given, steps=60).step_s == pytest.approx(taken_s, rel=0.02)
+    own = options | (PLAIN if strategy == "ps-bsp" else {})
+    is_lock_step = strategy == "ps-bsp"
+    result = run(tiny, tmp_path, strategy, 8, cluster=cluster, options=own, max_steps=20 if is_lock_step else 200)
+    ends = sorted(step.time_s for step in result.steps)[50:]
+    measured_s = step_s(result) if is_lock_step else 8 * (ends[-1] - ends[0]) / (len(ends) - 1)
+    assert measured_s == pytest.approx(taken_s, rel=0.04)
+
+
+@pytest.mark.parametrize(("num_steps", "rest_s"), [(1, 0.0), (2, 0.0), (3, 0.5)])
+def test_workers_of_a_core_compute_at_the_same_time(num_steps: int, rest_s: float) -> None:
+    """One needs 1 s a step, the other 3 s, and they begin together. While one rests, the other has the core alone."""
+    (kind,) = cluster_of(1).hosts
+    kinds = tuple(replace(kind, name=f"speed-{speed:g}", speed=speed) for speed in (1.0, 1 / 3))
+    work = replace(SMALL, overhead_s=rest_s)
+    shared = Cluster(hosts=kinds, compute=Compute(step_s=1.0), shared_cores=1)
+    setting = Setting.of(shared, work, num_workers=2, num_servers=0)
+    computing, ends_s = Computing(setting, Draws(setting, seed=0)), dict[int, float]()
+    for worker in range(2):
+        computing.begin(worker, 10.0, num_steps=num_steps)
+    while len(ends_s) < 2:
+        computed = computing.go_on()
+        if computed is not None:
+            ends_s[computed.worker] = computed.at_s - 10.0
+    # With rests one is at work from 0.5 to 2.5, 3 to 5 and 5.5 to 7 s, the other from 0.5 to 5.5, 6 to 9.5, 10 to 13.
+    assert ends_s == pytest.approx({0: 7.0, 1: 13.0} if rest_s else {0: 2.0 * num_steps, 1: 4.0 * num_steps})
 
 
 def test_a_small_all_reduce_takes_its_hops(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A prepared optimizer's own step and zero_grad: what torch wraps around them is left out where nobody sees it alone."""
+"""A prepared optimizer's own step and zero_grad: what torch wraps around them is left out where nobody would see it."""
 
 from __future__ import annotations
 

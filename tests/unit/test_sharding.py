@@ -23,8 +23,7 @@ from torch.utils.data import (
 from paceline.errors import BudgetReached, UsageError
 from paceline.seeding import preserved_random_state, random_state
 from paceline.training.sharding import Place, RankBatch, share_out
-from paceline.training.sharding.division import share_out_plain
-from paceline.training.sharding.division import undivided
+from paceline.training.sharding.division import share_out_plain, undivided
 from tests.unit.watched_loader import Numbers, Watched, global_batches, ranks
 
 CASES = st.fixed_dictionaries(

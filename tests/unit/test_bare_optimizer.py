@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -92,12 +93,41 @@ def test_a_profile_shows_steps_and_zero_grad() -> None:
     assert {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"} <= names
 
 
-def test_what_the_script_or_a_scheduler_has_put_there_stays() -> None:
+@pytest.mark.parametrize("has_scheduler", [False, True])
+def test_no_mark_is_made_where_nobody_profiles(has_scheduler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # counts steps in a function of its own
-    assert bare_step(optimizer) == optimizer.step
+    if has_scheduler:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step = bare_step(optimizer)
+    bare_zero_grad(optimizer)
+    backward(model)
+    before = next(model.parameters()).clone()
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a mark was made")
+
+    monkeypatch.setattr(torch.autograd.profiler.record_function, "__enter__", refuse)
+    step()
+    optimizer.zero_grad()
+    assert not torch.equal(before, next(model.parameters()))
+
+
+def test_what_the_script_has_put_there_stays() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     called: list[bool] = []
+    own = optimizer.step
+
+    @functools.wraps(own)
+    def step(*_: Any) -> Any:
+        called.append(False)
+        return own()
+
+    optimizer.step = step  # type: ignore[method-assign]
+    bare_step(optimizer)()
+    assert called == [False]
+    called.clear()
     optimizer.zero_grad = lambda set_to_none=True: called.append(set_to_none)  # type: ignore[method-assign]
     bare_zero_grad(optimizer)
     optimizer.zero_grad()

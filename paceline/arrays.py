@@ -1,18 +1,13 @@
 """What is done with tensors in every step or round, as cheaply as it can be done."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextvars import Context
-from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 _HALF = (torch.float16, torch.bfloat16)
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def as_array(tensor: Tensor) -> Any:
@@ -30,16 +25,6 @@ def as_array(tensor: Tensor) -> Any:
 def as_words(tensor: Tensor) -> Any:
     """A numpy array over a tensor's memory; numbers that numpy may not know are whole ones, as wide."""
     return (tensor.view(torch.int16) if tensor.dtype in _HALF else tensor).numpy()
-
-
-def without_warnings(function: Callable[P, T]) -> Callable[P, T]:
-    """The same, in which numpy does not warn of what is infinite or no number. One thread may be in it at a time."""
-    context, before = Context(), np.geterr()
-    context.run(np.seterr, all="ignore")
-    if np.geterr() == before:  # numpy 2 has this in the context, which is entered without a call in Python
-        return partial(context.run, function)
-    np.seterr(**before)
-    return np.errstate(all="ignore")(function)
 
 
 def is_finite(tensor: Tensor) -> bool:

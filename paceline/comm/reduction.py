@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from contextvars import Context
+from typing import Any, ParamSpec, TypeVar, final
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from paceline.errors import unknown
 _ACCUMULATION_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What a dtype is accumulated in, where that is not the dtype itself."""
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _COMBINE: dict[ReduceOp, str] = {  # torch's names and numpy's
     "sum": "add",
     "mean": "add",
@@ -90,6 +93,16 @@ class ArrayReduction:
             if self._size is None or self._size != len(parts):
                 self._size = np.array(len(parts), out.dtype)  # which numpy is spared to make of a number, 10 us a step
             np.divide(out, self._size, out)
+
+
+def without_warnings(function: Callable[P, T]) -> Callable[P, T]:
+    """The same, in which numpy does not warn of what is infinite or no number. One thread may be in it at a time."""
+    context, before = Context(), np.geterr()
+    context.run(np.seterr, all="ignore")
+    if np.geterr() == before:  # numpy 2 has this in the context, which is entered without a call in Python
+        return functools.partial(context.run, function)
+    np.seterr(**before)
+    return np.errstate(all="ignore")(function)
 
 
 @functools.cache

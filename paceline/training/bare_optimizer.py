@@ -7,10 +7,11 @@ Python, whether anybody profiles or not: more than Paceline's own part of a step
 import sys
 import types
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 
 _optimizers: Any = sys.modules[Optimizer.__module__]  # which torch.optim does not show
 _is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
@@ -22,9 +23,11 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
     hook of `UnpreparedSteps`, which leaves prepared optimizers alone, torch's wrapper is called with all that it does.
     """
     whole: Any = optimizer.step
-    wrapper = getattr(whole, "__func__", None)
-    if wrapper is None or getattr(wrapper, "__code__", None) is not _WRAPPED:
-        return whole  # type: ignore[no-any-return]  # a scheduler, or the script, has put its own there
+    wrapper = getattr(whole, "__func__", whole)
+    if _code_of(wrapper).co_filename == lr_scheduler.__file__:  # which notes that there was a step, as `Steps` does
+        wrapper = wrapper.__wrapped__
+    if _code_of(wrapper) is not _WRAPPED:
+        return whole  # type: ignore[no-any-return]  # the script has put its own there
     bare = wrapper.__wrapped__
 
     def step() -> Any:
@@ -34,6 +37,10 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
         return whole() if _is_profiled() else bare(optimizer)
 
     return step
+
+
+def _code_of(function: Any) -> CodeType:
+    return getattr(function, "__code__", _code_of.__code__)
 
 
 def bare_zero_grad(optimizer: Optimizer) -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from paceline.errors import BudgetReached, UsageError
 from paceline.seeding import preserved_random_state, random_state
 from paceline.training.sharding import Place, RankBatch, share_out
-from paceline.training.sharding.division import undivided
+from paceline.training.sharding.division import share_out_plain, undivided
 from tests.unit.watched_loader import Numbers, Watched, global_batches, ranks
 
 CASES = st.fixed_dictionaries(
@@ -249,3 +249,13 @@ def test_what_else_a_dataloader_has_is_reached() -> None:
 def test_one_rank_alone_is_dealt_all_that_there_is(num_samples: int) -> None:
     batches = [list(range(start, min(start + 3, num_samples))) for start in range(0, num_samples, 3)]
     assert list(undivided(batches)) == list(share_out(batches, rank=0, size=1))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_plain_batches_are_dealt_out_as_all_others(size: int, drop_last: bool) -> None:
+    for num_samples in range(size, 40):
+        batches = [list(range(start, min(start + 3, num_samples))) for start in range(0, num_samples, 3)]
+        for rank in range(size):
+            plain = share_out_plain(batches, rank=rank, size=size, drop_last=drop_last)
+            assert list(plain) == list(share_out(batches, rank=rank, size=size, drop_last=drop_last))

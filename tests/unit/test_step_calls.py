@@ -50,7 +50,7 @@ def files_of_calls(step: Callable[[], object]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options", "most"), [("single", {}, 44), ("fed-avg", {"clients": 2, "fraction": 1.0}, 44)]
+    ("strategy", "options", "most"), [("single", {}, 22), ("fed-avg", {"clients": 2, "fraction": 1.0}, 27)]
 )
 def test_a_step_makes_few_calls(strategy: str, options: dict[str, object], most: int) -> None:
     context = Context(0, Membership.first(1), 0, 1, torch.device("cpu"), AloneCollective())

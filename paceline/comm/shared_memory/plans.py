@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.arrays import as_array, without_warnings
+from paceline.arrays import as_array
 from paceline.comm.arguments import pieces
 from paceline.comm.base import NonFinite, ReduceOp
-from paceline.comm.reduction import ArrayReduction, Reduction
+from paceline.comm.reduction import ArrayReduction, Reduction, without_warnings
 from paceline.comm.shared_memory.allocations import Allocations
 from paceline.comm.shared_memory.block import SharedBlock
 from paceline.comm.shared_memory.finding import find, moved, seems_finite

@@ -72,6 +72,7 @@ def main() -> None:
     assert "ray" not in sys.modules
     programs, workers = (socket.socket(fileno=int(each)) for each in sys.argv[1:])
     with_ray = os.fork()
+    (programs if with_ray else workers).close()  # whoever asks one that has ended is refused
     settings = _load_ray() if with_ray == 0 else {}
     gc.collect()
     gc.freeze()

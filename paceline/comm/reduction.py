@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from typing import Any, ParamSpec, TypeVar, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -16,8 +16,6 @@ from paceline.errors import unknown
 _ACCUMULATION_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What a dtype is accumulated in, where that is not the dtype itself."""
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _COMBINE: dict[ReduceOp, str] = {  # torch's names and numpy's
     "sum": "add",
     "mean": "add",
@@ -95,14 +93,19 @@ class ArrayReduction:
             np.divide(out, self._size, out)
 
 
-def without_warnings(function: Callable[P, T]) -> Callable[P, T]:
-    """The same, in which numpy does not warn of what is infinite or no number. One thread may be in it at a time."""
-    context, before = Context(), np.geterr()
-    context.run(np.seterr, all="ignore")
-    if np.geterr() == before:  # numpy 2 has this in the context, which is entered without a call in Python
-        return functools.partial(context.run, function)
-    np.seterr(**before)
-    return np.errstate(all="ignore")(function)
+def quietly() -> Callable[..., Any]:
+    """Calls what it is given with its arguments, so that numpy says nothing of what is infinite, no number or too
+    small, as torch does not, whatever the script has told numpy to do. One call at a time."""
+    if int(np.__version__.split(".")[0]) >= 2:  # has this in the context, which is entered without a call in Python
+        context = Context()
+        context.run(np.seterr, all="ignore")
+        return context.run
+
+    def call(function: Callable[..., Any], *given: object) -> Any:
+        with np.errstate(all="ignore"):
+            return function(*given)
+
+    return call
 
 
 @functools.cache

@@ -38,7 +38,8 @@ def time_s(algorithm: str, setting: Setting, num_bytes: float) -> float:
     if algorithm == "halving-doubling":
         stages, (rate, latency_s) = setting.timed_halving(num_bytes), _rate_of_halving(setting, num_bytes)
         alone_s = costs.halving_doubling_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s)
-        return alone_s + sum(max(0.0, setting.message_turn_s(ranks) - float(sent_s.max())) for *_, sent_s in stages)
+        ends = ((ranks[here], ranks[there], float(sent_s.max())) for here, there, sent_s in stages)
+        return alone_s + sum(setting.message_wait_s(*each) for each in ends)
     if algorithm == "reduce-broadcast":
         root = np.full(size - 1, ranks[0])
         rate = (size - 1) * float(fabric.shares_per_s(ranks[1:], root).min())

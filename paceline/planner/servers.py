@@ -209,7 +209,8 @@ class _Coded(NamedTuple):
     encode_s: float
     """The slowest worker encodes its push for so long."""
     decode_s: float
-    """The busiest server decodes its part of one worker's push for so long, on the average of all workers."""
+    """The busiest server decodes its part of one worker's push for so long, on the average of all workers; where hosts
+    share cores, all servers of the busiest core do."""
 
 
 def _coded(setting: Setting, coding: Served | None, piece_bytes: float) -> _Coded:
@@ -231,10 +232,13 @@ def _coded(setting: Setting, coding: Served | None, piece_bytes: float) -> _Code
     speeds = np.array([setting.cluster.each_host()[host].speed for host in places.servers])
     elsewhere = 1 - beside / setting.num_workers
     num_bytes = payload_bytes(codec, work) if work.is_element_wise else bytes_apart(codec, work)
+    shares = setting.cluster.shared_cores is not None
+    cores = [setting.cluster.core_of(host) for host in places.servers] if shares else range(num_servers)
+    decoding_s = np.bincount(cores, elsewhere * decode_s / speeds)
     return _Coded(
         num_bytes / work.parameter_bytes,
         float((encoding_s * setting.core_shares).max()),
-        float((elsewhere * decode_s / speeds).max()),
+        float(decoding_s.max()),
     )
 
 

@@ -245,7 +245,8 @@ class Setting:
     def ring_of_ranks(self) -> RingReduction:
         """Through every rank, as the algorithm over send and receive goes."""
         ranks = np.array(self.places.workers)
-        return RingReduction(self.fabric, ranks, np.zeros_like(ranks), self.message_s, self.message_turn_s(ranks))
+        round_s = self.message_s + self.message_wait_s(ranks, np.roll(ranks, -1), self.message_s)
+        return RingReduction(self.fabric, ranks, np.zeros_like(ranks), self.message_s, round_s)
 
     @cached_property
     def trees(self) -> Trees:
@@ -277,6 +278,18 @@ class Setting:
         shares = self.cluster.shared_cores is not None
         half_s = self.cluster.communication.message_core_us * 1e-6 / 2 * shares
         return np.full(len(senders), half_s), np.where(senders != receivers, half_s, 0.0)
+
+    def message_wait_s(self, senders: Numbers, receivers: Numbers, alone_s: float) -> float:
+        """How much longer than `alone_s` it takes until a message from each of these hosts to the one in the same place
+        has come. Cores that hosts share handle all ends one after the other, and the last message that leaves one
+        leaves behind the others."""
+        if self.cluster.shared_cores is None:
+            return 0.0
+        sending_s, receiving_s = self.ends_core_s(senders, receivers)
+        leaving_s = np.bincount(senders % self.cluster.shared_cores, sending_s, minlength=self.cluster.shared_cores)
+        coming_s = np.bincount(receivers % self.cluster.shared_cores, receiving_s, minlength=self.cluster.shared_cores)
+        turn_s, behind_s = float((leaving_s + coming_s).max()), float(leaving_s.max() - sending_s.max())
+        return max(turn_s - alone_s, behind_s, 0.0)
 
     def _most_on_a_core(self, hosts: Numbers) -> int:
         """How many of these hosts share the core that most are on; 0 where hosts share none."""

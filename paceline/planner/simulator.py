@@ -119,6 +119,8 @@ def _lock_step(
     traffic: AllReduced | Neighbouring | None, setting: Setting, draws: Draws, num_exchanges: int
 ) -> list[float]:
     """When workers have ended each exchange, on the average of all."""
+    if traffic is not None:
+        traffic = settled(traffic, setting, lambda each: cycle_of(each, setting).end_s)
     exchange, every = _exchange_of(traffic, setting), 1 if traffic is None else traffic.every
     messages_s: Sequence[Floats | float] = [0.0]
     if isinstance(traffic, Neighbouring):
@@ -157,14 +159,12 @@ def _in_fragments(traffic: AllReduced, setting: Setting, draws: Draws, num_round
 
 def _exchange_of(traffic: AllReduced | Neighbouring | None, setting: Setting) -> _Exchange:
     if isinstance(traffic, Neighbouring):
-        traffic = settled(traffic, setting, lambda each: cycle_of(each, setting).end_s)
         rounds, coding_s = neighbours.rounds_of(traffic, setting), neighbours.coding_s(traffic, setting)
         hidden_s = setting.work.overhead_s if traffic.behind_computing else None
         among = partial(_among_neighbours, rounds, hidden_s)
         return lambda number, now_s, computing_s: among(number, now_s, computing_s) + coding_s
     if not isinstance(traffic, AllReduced) or setting.num_workers == 1:
         return lambda number, now_s, computing_s: now_s + computing_s
-    traffic = settled(traffic, setting, lambda each: cycle_of(each, setting).end_s)
     coded = None if traffic.codec is None else coded_exchange(traffic, setting)
     if coded is not None:
         exchange_s = coded.time_s + algorithms.operation_s(traffic.algorithm, setting)
@@ -184,9 +184,12 @@ def _among_neighbours(
     messages, over_s = rounds[number % len(rounds)], now_s + computing_s
     senders, posting_s = messages.senders, np.zeros_like(over_s)
     np.maximum.at(posting_s, senders, np.maximum(0.0, messages.posting_s - messages.turns_s))
-    posted_s = (over_s + posting_s if hidden_s is None else now_s - hidden_s)[senders]
-    np.maximum.at(over_s, messages.receivers, posted_s + messages.way_s)
-    return over_s if hidden_s is None else over_s + posting_s
+    if hidden_s is None:
+        over_s = over_s + posting_s
+        np.maximum.at(over_s, messages.receivers, over_s[senders] + messages.way_s)
+        return over_s
+    np.maximum.at(over_s, messages.receivers, now_s[senders] - hidden_s + messages.way_s)
+    return over_s + posting_s
 
 
 def _behind_backward(

@@ -14,7 +14,8 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 
 _optimizers: Any = sys.modules[Optimizer.__module__]  # which torch.optim does not show
-_is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
+_profiler: Any = torch.autograd.profiler  # knows profilers of all threads, but not those that are no `profile`
+_is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # in this thread, whatever has begun it
 _WRAPPED = Optimizer.profile_hook_step(lambda this: None).__code__
 
 
@@ -23,6 +24,8 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
     hook of `UnpreparedSteps`, which leaves prepared optimizers alone, torch's wrapper is called with all that it does.
     """
     whole: Any = optimizer.step
+    if getattr(whole, "__self__", optimizer) is not optimizer:
+        return whole  # type: ignore[no-any-return]  # another optimizer's
     wrapper = getattr(whole, "__func__", whole)
     if _code_of(wrapper).co_filename == lr_scheduler.__file__:  # which notes that there was a step, as `Steps` does
         wrapper = wrapper.__wrapped__
@@ -34,7 +37,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
         hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         if hooks or _optimizers._global_optimizer_post_hooks or len(_optimizers._global_optimizer_pre_hooks) > 1:
             return whole()
-        return whole() if _is_profiled() else bare(optimizer)
+        return whole() if _profiler._is_profiler_enabled or _is_profiled() else bare(optimizer)
 
     return step
 
@@ -51,7 +54,7 @@ def bare_zero_grad(optimizer: Optimizer) -> None:
     whole = optimizer.zero_grad
 
     def zero_grad(this: Optimizer, set_to_none: bool = True) -> None:
-        if not set_to_none or _is_profiled():
+        if not set_to_none or _profiler._is_profiler_enabled or _is_profiled():
             whole(set_to_none)
             return
         for group in this.param_groups:

@@ -166,6 +166,7 @@ def test_a_second_interrupt_while_a_worker_is_let_go_ends_at_once(
         trained(tmp_path, "--fail", "1:5:kill", "--step-s", 0.02, **COUNTS)
     assert asked == [1, 2]
     assert [event["who"] for event in of(tmp_path / "out", "lost")] == ["worker-1"]
+    assert len(of(tmp_path / "out", "interrupted")) == 1
 
 
 @SLOW

@@ -142,3 +142,29 @@ def test_gradients_are_set_to_zero_where_the_script_says_so() -> None:
     optimizer.zero_grad(set_to_none=False)
     assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
     assert model[0].weight.grad is not None  # type: ignore[index,union-attr]
+
+
+def test_another_optimizers_step_stays_that_ones() -> None:
+    """A script's optimizer that leaves steps to one inside it."""
+    model = model_of()
+    inner, outer = torch.optim.SGD(model.parameters(), lr=0.5), torch.optim.SGD(model.parameters(), lr=0.0)
+    outer.step = inner.step  # type: ignore[method-assign]
+    before = [parameter.clone() for parameter in model.parameters()]
+    backward(model)
+    bare_step(outer)()
+    changed = [not torch.equal(*each) for each in zip(before, model.parameters(), strict=True)]
+    assert any(changed)
+
+
+def test_a_profiler_of_all_threads_sees_steps() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = bare_step(optimizer)
+    bare_zero_grad(optimizer)
+    options = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=options) as seen:
+        backward(model)
+        step()
+        optimizer.zero_grad()
+    names = {event.name for event in seen.events()}
+    assert {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"} <= names

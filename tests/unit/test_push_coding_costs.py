@@ -120,6 +120,7 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("ps-bsp", 3, {"codec": "int8", "servers": 3}, {"servers": BESIDE}),
     ("ps-bsp", 3, {"codec": "int8", "servers": 3, "codec_scope": "all"}, {"servers": BESIDE}),
     ("ps-bsp", 4, {"codec": "top-k"}, {"shared_cores": 2}),
+    ("ps-bsp", 4, {"codec": "int8", "servers": 4}, {"servers": BESIDE, "shared_cores": 1}),
     ("ps-asp", 3, {"codec": "int8"}, {}),
     ("ps-ssp", 3, {"codec": "bf16", "servers": 2}, {}),
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.arrays import as_array
 from paceline.comm.arguments import pieces
 from paceline.comm.base import NonFinite, ReduceOp
-from paceline.comm.reduction import ArrayReduction, Reduction, without_warnings
+from paceline.comm.reduction import ArrayReduction, Reduction, quietly
 from paceline.comm.shared_memory.allocations import Allocations
 from paceline.comm.shared_memory.block import SharedBlock
 from paceline.comm.shared_memory.finding import find, moved, seems_finite
@@ -112,27 +112,29 @@ class _SmallPlan:
         self._views: list[list[Any]] = [[self._view(part) for part in parts] for parts in slots]
         self._mine = [parts[rank] for parts in self._views]
         size = len(slots[0])
-        # Where each rank's share is a power of two, it is the same before the sum as after it. Taken before, it is no
-        # operation more than the copy, and one less where other ranks may be waited for.
+        # Where each rank's share is a power of two, it is the same before the sum as after it, but for what is
+        # subnormal and for sums that overflow. Taken before, it is no operation more than the copy, and one less where
+        # other ranks may be waited for.
         self._share: Any = None
         if in_arrays and op == "mean" and size & (size - 1) == 0:
             self._share, op = np.array(1 / size, self._mine[0].dtype), "sum"
         self._reduction: Callable[[Sequence[Any], Any], None] = ArrayReduction(op) if in_arrays else reduction
-        self._exchange = without_warnings(self._reduce)  # torch does not warn either
+        self._quietly = quietly()
         has_squares = in_arrays and slots[0][0].numel() <= _MOST_SQUARES
         self._total: Callable[[Any], float] = _sum_of_squares if has_squares else _sum
 
     def step(self, tensor: Tensor, *, is_watched: bool) -> Step:
         target = self._view(tensor)
 
-        def load(slot: int) -> None:
-            if self._share is None:
-                self._mine[slot][:] = target
-            else:
-                np.multiply(target, self._share, self._mine[slot])
-
-        exchange = partial(self._exchange, target, tensor if is_watched else None)
+        load = partial(self._quietly, self._load, target)
+        exchange = partial(self._quietly, self._reduce, target, tensor if is_watched else None)
         return Step(self._signature, load=load, exchange=exchange, is_watched=is_watched, moved_bytes=self._moved_bytes)
+
+    def _load(self, target: Any, slot: int) -> None:
+        if self._share is None:
+            self._mine[slot][:] = target
+        else:
+            np.multiply(target, self._share, self._mine[slot])
 
     def _reduce(self, target: Any, watched: Tensor | None, slot: int) -> NonFinite | None:
         """Into the target, which is the same memory as the tensor that is watched, if one is."""

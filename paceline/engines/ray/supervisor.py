@@ -82,6 +82,7 @@ class Supervisor:
         except KeyboardInterrupt as interrupt:
             if isinstance(interrupt, Insisted):
                 self._is_urgent = True
+                self._tell_interrupted()
             else:
                 self._save_and_stop()
             why = self._controller.progress.not_saved
@@ -244,11 +245,17 @@ class Supervisor:
             "longer --deadline"
         )
 
+    def _tell_interrupted(self) -> bool:
+        """Record it, of a run that has begun to train; whether it has."""
+        is_training = self._controller.progress.phase == "training"
+        if is_training:
+            self._controller.event("interrupted")
+        return is_training
+
     def _save_and_stop(self) -> None:
         """Let an interrupted run save itself; a second interrupt ends it at once."""
         try:
-            if self._controller.progress.phase == "training":
-                self._controller.event("interrupted")
+            if self._tell_interrupted():
                 self._controller.tell_all(Kind.STOP)
                 members = self._members
                 if self._elastic is not None:

@@ -30,7 +30,7 @@ class CodedMean(NamedTuple):
     loads: Loads
 
 
-_Coded = TypeVar("_Coded", AllReduced, Neighbouring)
+_Coded = TypeVar("_Coded", bound=AllReduced | Neighbouring)
 
 
 def settled(traffic: _Coded, setting: Setting, step_s: Callable[[_Coded], float]) -> _Coded:

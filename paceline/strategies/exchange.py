@@ -62,21 +62,19 @@ class Exchange:
         self.is_watched = bool(watched) and None not in watched
         """Whether works tell where a mean is not finite."""
         if self.is_watched:
-            self.starts = [start for start in watched if start is not None]
+            self._starts = [start for start in watched if start is not None]
         elif not aggregator.streams:
-            self.starts = [self._joint.starting(bucket, average(bucket.flags)) for bucket in buckets]
+            self._starts = [self._joint.starting(bucket, average(bucket.flags)) for bucket in buckets]
         elif coding is None:
-            self.starts = [average(bucket.flat) for bucket in buckets]
+            self._starts = [average(bucket.flat) for bucket in buckets]
         else:
             self._coded = [
                 _Coded(collective, bucket, coding, average, self.timing, index=index, layout=layout)
                 for index, bucket in enumerate(buckets)
             ]
-            self.starts = [coded.start for coded in self._coded]
+            self._starts = [coded.start for coded in self._coded]
         self.is_coded = bool(self._coded)
         """Whether a codec encodes values."""
-        self.is_plain = aggregator.streams and not self._coded
-        """Whether `start` does no more than one of the `starts`, which save a call."""
 
     @property
     def completes_alike(self) -> bool:
@@ -94,7 +92,7 @@ class Exchange:
         if self._coded:
             self._coded[bucket].step = step
         self._joint.weights = weights
-        return self.starts[bucket]()
+        return self._starts[bucket]()
 
     def settle(self, *, is_applied: bool) -> None:
         """All buckets' means are there. What is left out of a gradient that nobody applies is not to come later."""

@@ -194,10 +194,7 @@ class GradientAveraging:
             self._buckets.buckets[bucket].values.mul_(self.weight)
         if owner.context.hostility is not None:  # an attack looks at all gradients
             return
-        if self._exchange.is_plain:
-            self._works.append(self._exchange.starts[bucket]())
-        else:
-            self._works.append(self._exchange.start(bucket, step=owner.iteration, weights=self._weights))
+        self._works.append(self._exchange.start(bucket, step=owner.iteration, weights=self._weights))
         if is_last:  # nothing is left to hide it
             return
         if self._behind_backward:
@@ -220,8 +217,7 @@ class GradientAveraging:
     def _take_averages(self) -> None:
         """Wait for what is under way."""
         owner = self._owner
-        if self._overlap.is_under_way:
-            self._overlap.end()
+        self._overlap.end()
         is_any_nonfinite = False
         matters = self._options.nonfinite != "allow"
         for bucket, work in enumerate(self._works):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -81,17 +81,21 @@ def payload_of(monkeypatch: pytest.MonkeyPatch, out: Path, strategy: str, **opti
     ) -> None:
         _init(self, collective, buckets, **more)
         layout: Layout = more["layout"]
-        sizes = [sum(slot.spec.num_bytes for slot in segment.slots) for segment in layout.segments]
-        assert all(size <= bucket.values.nbytes for size, bucket in zip(sizes, buckets, strict=True))
-        if collective.rank == 0:
-            self.starts = [partial(started, *each) for each in zip(sizes, self.starts, strict=True)]
+        self.sizes = [  # type: ignore[attr-defined]
+            sum(slot.spec.num_bytes for slot in segment.slots) for segment in layout.segments
+        ]
+        assert all(size <= bucket.values.nbytes for size, bucket in zip(self.sizes, buckets, strict=True))  # type: ignore[attr-defined]
+        self.rank = collective.rank  # type: ignore[attr-defined]
 
-    def started(size: int, start: Callable[[], Work]) -> Work:
-        found.append(size)
-        return start()
+    def started(self: Exchange, bucket: int, *, _start: Any = Exchange.start, **more: Any) -> Work:
+        if self.rank == 0:  # type: ignore[attr-defined]
+            found.append(self.sizes[bucket])  # type: ignore[attr-defined]
+        work: Work = _start(self, bucket, **more)
+        return work
 
     with monkeypatch.context() as patched:
         patched.setattr(Exchange, "__init__", spied)
+        patched.setattr(Exchange, "start", started)
         run(virtual_engine, train, out, strategy, options=options)
     return found
 

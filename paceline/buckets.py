@@ -342,8 +342,8 @@ class _WhenReady:
 
 @final
 class _Arrival:
-    """What backward calls for one of the buckets' gradients. It calls nothing where that is no more than one of a pass
-    that is under way, and neither the pass's first nor the one that fills a bucket before the last."""
+    """Backward calls it for one of the buckets' gradients. Most often it counts the gradient and calls nothing: only a
+    pass's first gradient, and one that fills a bucket before the last, need more."""
 
     def __init__(self, buckets: GradientBuckets, index: int, bucket: int) -> None:
         self._buckets, self._index, self._bucket = weakref.ref(buckets), index, bucket

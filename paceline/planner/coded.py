@@ -136,7 +136,7 @@ def payload_bytes(codec: Codec, work: StepWork) -> float:
 
 
 def bytes_apart(codec: Codec, work: StepWork) -> float:
-    """Of one worker's gradients, or of as large a change, where each tensor is coded by itself."""
+    """The size of one worker's coded gradients, or of a change as large, where each tensor is coded by itself."""
     if codec.shaped or work.tensor_shapes:
         return float(sum(map(codec.num_bytes, shapes_of(work))))
     return float(sum(codec.num_bytes((size // 4,)) for size in work.tensor_bytes))

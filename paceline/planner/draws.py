@@ -23,7 +23,7 @@ class Draws:
         return sum(self._times[rank].draw(self._means_s[rank]) for _ in range(num_steps))
 
     def needed_s(self, rank: int) -> float:
-        """What a worker's next step needs of a core that others may share."""
+        """Seconds of a core that a worker's next step needs; others may share the core."""
         return self.next_s(rank) / float(self._sharing[rank])
 
     def all_s(self, now_s: Floats, *, besides_s: Floats | float = 0.0) -> Floats:

@@ -168,7 +168,7 @@ class Supervisor:
             self._controller.raise_write_error()
             self._hearing.collect()
             if self._elastic is not None:
-                # What is saved is to be what all know of one another; who insists does not wait for that.
+                # A first interrupt waits until all know who is lost, which the run then saves; a second one does not.
                 with hold_back_interrupts(patience=1):
                     self._elastic.survive()
             if self._takeover is not None:

@@ -29,7 +29,7 @@ class Round:
     posting_s: Floats
     """How long the sender of each is at posting all of its own."""
     core_s: Floats
-    """What each worker's messages, both ways, take of a core that hosts share."""
+    """Seconds of a shared core that each worker needs to send and to take its messages."""
     turns_s: float
     """How long the core that has most of them is at it."""
     way_s: Floats

@@ -205,7 +205,7 @@ def server_exchange(setting: Setting, *, num_gradients: int, coding: Served | No
 @final
 class _Coded(NamedTuple):
     part: float
-    """What a push is of the gradients' bytes."""
+    """Bytes of a push over those of the gradients."""
     encode_s: float
     """The slowest worker encodes its push for so long."""
     decode_s: float
@@ -214,8 +214,8 @@ class _Coded(NamedTuple):
 
 
 def _coded(setting: Setting, coding: Served | None, piece_bytes: float) -> _Coded:
-    """Of pushes in pieces of so many bytes, which are coded one by one; of an optimizer that wants whole tensors, these
-    are. What a server beside gets goes as it is, or else the worker decodes it, too."""
+    """What a codec makes of pushes. Workers code each piece of `piece_bytes` by itself, or each tensor where the
+    optimizer wants whole ones. A server on a worker's host gets gradients as they are, or the worker decodes them."""
     places, work = setting.places, setting.work
     is_local = len({*places.workers, *places.servers}) == 1
     if coding is None or not isinstance(coding.codec, TensorCodec) or (coding.codec_scope == "links" and is_local):

@@ -273,8 +273,8 @@ class Setting:
         return self._most_on_a_core(hosts) * self.cluster.communication.message_core_us * 1e-6
 
     def ends_core_s(self, senders: Numbers, receivers: Numbers) -> tuple[Floats, Floats]:
-        """What messages from each of these hosts to the one in the same place take of the cores of either end, where
-        hosts share cores. What stays on its host takes its sender as long, and its receiver nothing."""
+        """Seconds of a shared core that each message takes at its sender and at its receiver; 0 where hosts share no
+        cores. A message that stays on its host takes the sender as long, and the receiver nothing."""
         shares = self.cluster.shared_cores is not None
         half_s = self.cluster.communication.message_core_us * 1e-6 / 2 * shares
         return np.full(len(senders), half_s), np.where(senders != receivers, half_s, 0.0)

@@ -167,7 +167,7 @@ class Rendezvous:
         self.deadline_s = deadline_s
         self._timing = timing
         self.failure: Exception | None = None
-        """What `check` raises, if anything."""
+        """Why the rendezvous cannot be used any more, which `check` raises; none while it can."""
         self._lock = threading.RLock()  # a signal handler may abort while its own thread leaves
         self._last_look_s = time.perf_counter()
         try:

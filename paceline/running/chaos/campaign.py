@@ -36,7 +36,7 @@ class Struck(NamedTuple):
     met: tuple[Strike, ...]
     """Those of its strikes whose place the process came to."""
     distance: float
-    """Of its final model from the undisturbed run's, as a share of that one's norm; not a number if the run failed."""
+    """How far its final model is from the undisturbed run's, over that one's norm; not a number if the run failed."""
     bound: float
     """How large that may be; infinite where the strategy promises nothing."""
     wrong: tuple[str, ...]

@@ -73,7 +73,11 @@ def main() -> None:
     programs, workers = (socket.socket(fileno=int(each)) for each in sys.argv[1:])
     with_ray = os.fork()
     (programs if with_ray else workers).close()  # whoever asks one that has ended is refused
-    settings = _load_ray() if with_ray == 0 else {}
+    settings: dict[str, str | None] = {}
+    if with_ray == 0:
+        settings = _load_ray()
+        os.write(1, b"ready\n")
+    os.dup2(2, 1)
     gc.collect()
     gc.freeze()
     sys.path.insert(0, "")  # where a program's own folder will stand

@@ -130,17 +130,26 @@ def _write_stand_ins(folder: Path) -> None:
 
 
 def _start(*doors: socket.socket) -> subprocess.Popen[bytes]:
-    """The servers; they end with their standard input."""
+    """The servers; they end with their standard input.
+
+    This returns once the one with Ray may be asked: Ray's node manager, which a test may start next, waits 15 s for its
+    agents and no longer, which are forks of it.
+    """
     command = [sys.executable, str(_HERE.with_name("program_forks.py"))]
     path = os.pathsep.join([str(_HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "PYTHONPATH": path, "ROOM": _ROOM}
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [*command, *(str(door.fileno()) for door in doors)],
         env=variables,
         stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         pass_fds=[door.fileno() for door in doors],
         start_new_session=True,
     )
+    assert server.stdout is not None
+    if not server.stdout.readline():
+        raise RuntimeError("the servers of forks did not start")
+    return server
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,14 @@ from tests.distributed.test_elastic import of
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 DEMO = SCRIPTS.parents[2] / "paceline" / "demo_script.py"
 
+OF_ONE_HOST = {"makes an update", "has made one", "waits for others"}
+"""Where workers come to that update the parameters themselves, as under servers of their host without copies."""
+OF_GOSSIP = {"sends its model", "waits for models"}
+OF_JOINS = {"gives its state", "takes a state"}
+"""Where nobody comes to when the run has ended before one that was asked for is there."""
+OF_ROUNDS = {"has its change", "has what servers have"}
+"""Where workers come to whose steps are local."""
+
 
 def strike(who: str, place: str, number: int, kind: str) -> dict[str, Any]:
     return {"who": who, "place": place, "number": number, "kind": kind}
@@ -26,6 +35,15 @@ def scheduled(directory: Path, *runs: tuple[list[dict[str, Any]], int]) -> Path:
     path = directory / "given.json"
     path.write_text(json.dumps({"runs": [{"strikes": some, "replacements": more} for some, more in runs]}))
     return path
+
+
+def places_left_out(directory: Path, *, of: str = "") -> set[str]:
+    """Where nobody of a command's runs has come to. Whoever is to be struck there is not, and no verdict says so."""
+    counts = Counter[str]()
+    for path in directory.glob(f"out/*/calls/{of}*"):
+        counts[path.name.partition(" ")[2]] += path.stat().st_size
+    assert counts
+    return {place for place, count in counts.items() if count == 0}
 
 
 @pytest.mark.timeout(900)
@@ -50,6 +68,7 @@ def test_one_run_outlives_deaths_of_many_kinds(start: Callable[..., Command], tm
     lost = {event["who"]: event["details"]["why"] for event in of(tmp_path / "out" / "run-1" / "out", "lost")}
     assert lost["worker-1"] == "it has run out of memory (MemoryError)"
     command.assert_nothing_left()
+    assert places_left_out(tmp_path) <= OF_GOSSIP | {"waits for changes"}
 
 
 @pytest.mark.timeout(900)
@@ -59,6 +78,7 @@ def test_nothing_is_lost_in_rounds_whoever_dies(start_on_cluster: Callable[..., 
     output = command.wait()
     assert command.status == 0, output
     assert ", 0 wrong; again: --schedule" in output
+    assert places_left_out(tmp_path) <= OF_JOINS | OF_GOSSIP | {"has gradients"}
 
 
 @pytest.mark.timeout(900)
@@ -78,6 +98,7 @@ def test_each_round_of_clients_is_the_undisturbed_one(start_on_cluster: Callable
     assert "2 deaths in 1 run, 0 wrong" in output
     assert "pause worker-0" in output
     assert re.search(r"model (\d\.\de-(0[5-9]|1\d)|0\.0e\+00) apart \(of 0\.001 at most\)", output), output
+    assert places_left_out(tmp_path) <= set()
 
 
 @pytest.mark.timeout(900)
@@ -95,6 +116,7 @@ def test_nothing_is_lost_between_neighbours_whoever_dies(
     output = command.wait()
     assert command.status == 0, output
     assert "2 deaths in 1 run, 0 wrong" in output
+    assert places_left_out(tmp_path) <= OF_JOINS | {"has gradients", "gives its part", "waits for changes"}
 
 
 @pytest.mark.timeout(900)
@@ -150,6 +172,7 @@ def test_workers_and_servers_of_one_run_die(start: Callable[..., Command], tmp_p
     assert why["server-0"] == "its process ended"
     assert re.match(r"it was silent for \d+\.\d s and was ended", why["server-2"])
     command.assert_nothing_left()
+    assert places_left_out(tmp_path) <= OF_ROUNDS | OF_ONE_HOST
 
 
 @pytest.mark.timeout(900)
@@ -190,6 +213,7 @@ def test_each_step_counts_once_without_steps_in_common(start: Callable[..., Comm
     assert "2 deaths in 1 run, 0 wrong" in output
     assert " apart (the strategy sets no bound)" in output
     command.assert_nothing_left()
+    assert places_left_out(tmp_path) <= OF_JOINS
 
 
 @pytest.mark.timeout(900)
@@ -204,3 +228,30 @@ def test_whole_batches_under_servers_are_the_undisturbed_runs(start: Callable[..
     assert command.status == 0, output
     assert "2 deaths in 1 run, 0 wrong" in output
     assert re.search(r"model \d\.\de-(0[5-9]|1\d) apart|model 0\.0e\+00 apart", output), output
+
+
+@pytest.mark.timeout(900)
+def test_a_worker_dies_that_updates_the_parameters(start_on_cluster: Callable[..., Command], tmp_path: Path) -> None:
+    """And one that waits for it is stopped for a moment."""
+    strikes = [strike("worker-1", "makes an update", 2, "kill"), strike("worker-0", "waits for others", 9, "pause")]
+    given = ["--strategy", "ps-bsp", "--workers", 3, "--elastic", "--schedule", scheduled(tmp_path, (strikes, 1))]
+    command = start_on_cluster("chaos", SCRIPTS / "sums.py", *given, "--out", tmp_path / "out", "--", "--epochs", 3)
+    output = command.wait()
+    assert command.status == 0, output
+    assert "1 death in 1 run, 0 wrong" in output
+    assert places_left_out(tmp_path, of="worker") <= OF_JOINS | OF_ROUNDS
+
+
+@pytest.mark.timeout(900)
+def test_a_worker_dies_with_its_change(start_on_cluster: Callable[..., Command], tmp_path: Path) -> None:
+    strikes = [strike("worker-1", "has its change", 3, "kill"), strike("worker-0", "has what servers have", 4, "pause")]
+    given = ["--strategy", "async-diloco", "--option", "every=4", "--workers", 3, "--elastic"]
+    path = scheduled(tmp_path, (strikes, 1))
+    command = start_on_cluster(
+        "chaos", DEMO, *given, "--schedule", path, "--out", tmp_path / "out", "--", "--epochs", 4
+    )
+    output = command.wait()
+    assert command.status == 0, output
+    assert "1 death in 1 run, 0 wrong" in output
+    left_out = places_left_out(tmp_path, of="worker")
+    assert left_out <= OF_JOINS | OF_ONE_HOST | {"has its gradients", "has the parameters"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -32,6 +33,16 @@ def count_parameters(model: nn.Module) -> int:
 
 def test_every_model_has_a_known_size() -> None:
     assert set(NAMES) == set(NUM_PARAMETERS)
+
+
+def test_the_network_of_the_fedavg_paper_begins_as_glorot_and_bengio_have_it() -> None:
+    """Uniform within the root of 6 / (inputs + outputs) of a weight, by which published rounds come out."""
+    for layer in build("fedavg-cnn"):
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            kernel = layer.weight[0, 0].numel()
+            bound = math.sqrt(6 / (kernel * (layer.weight.shape[0] + layer.weight.shape[1])))
+            assert 0.99 * bound < layer.weight.max() <= bound
+            assert layer.bias.count_nonzero() == 0
 
 
 @pytest.mark.parametrize("name", NAMES)

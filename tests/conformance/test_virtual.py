@@ -24,6 +24,7 @@ from paceline.running.result import Result
 from paceline.training.worker import Worker
 from tests.conformance.rows import keep, kept, loader_of, network, prepared, problem, step, train
 from tests.conformance.virtual_cluster import SCRIPT, STEP_S, cluster_of, run, tiny
+from tests.distributed.local import Listener
 
 SAVING_S = 1.0
 
@@ -192,9 +193,12 @@ def test_an_interrupt_saves_and_ends(tmp_path: Path) -> None:
             if number == 2 and worker.rank == 0:
                 os.kill(launcher, signal.SIGINT)
 
-    handler = signal.getsignal(signal.SIGINT)
+    handler, watcher = signal.getsignal(signal.SIGINT), Listener()
     with pytest.raises(KeyboardInterrupt):
-        run(script, tmp_path, "all-reduce", 2, cluster=cluster_of())
+        run(script, tmp_path, "all-reduce", 2, cluster=cluster_of(), watcher=watcher)
+    assert watcher.of("run") == [
+        "interrupted: it ends where all workers may, and saves; a second Ctrl-C ends it at once"
+    ]
     assert signal.getsignal(signal.SIGINT) is handler
     result = Result(tmp_path / "run")
     assert 30 < result.iteration < 12_000

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.checkpoint import FILE_NAME
 from paceline.cluster.description import Cluster, Compute, Hosts, Servers
-from paceline.engines.standing import Progress
+from paceline.engines.standing import Progress, Watcher
 from paceline.engines.virtual.engine import VirtualRun
 from paceline.engines.virtual.job import VirtualJob
 from paceline.errors import RunFailed, UsageError
@@ -57,6 +57,7 @@ def run(
     resume: Path | None = None,
     servers_are_local: bool = False,
     cluster: Cluster = CLUSTER,
+    watcher: Watcher | None = None,
     **settings: Any,
 ) -> Result:
     """As `local_engine.run`; servers that are local share the workers' one host.
@@ -73,7 +74,7 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     checkpoint = (resume / FILE_NAME).read_bytes() if resume is not None else None
     try:
-        VirtualRun(VirtualJob(program, plan, workers, cluster, config, checkpoint), out, Silent()).run()
+        VirtualRun(VirtualJob(program, plan, workers, cluster, config, checkpoint), out, watcher or Silent()).run()
     except UsageError as error:
         raise RunFailed(f"{type(error).__name__}: {error}") from error
     return Result(out)

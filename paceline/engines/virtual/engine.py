@@ -74,7 +74,7 @@ class VirtualRun:
         self._outcomes: dict[int, Outcome] = {}
         self._dead: set[str] = set()
         self._lost: set[int] = set()  # ranks without whom others go on
-        self._is_ending = False
+        self._is_ending = self._has_told_of_stop = False
         self._processes: dict[int, Process] = {}  # by rank, as are worlds
         self._present: dict[int, World] = {}
         self._fleet = self._roll = None
@@ -315,6 +315,9 @@ class VirtualRun:
     # --- those who watch ----------------------------------------------------------------------------------------
 
     def _on_records(self, records: Sequence[Record], progress: Progress) -> None:
+        if self._reporter.stop_requested() and not self._has_told_of_stop:
+            self._has_told_of_stop = True  # here, since a signal's handler may not print
+            self._say("interrupted: it ends where all workers may, and saves; a second Ctrl-C ends it at once")
         with self._surroundings.not_heard():
             self._watcher.on_records(records)
             self._watcher.on_progress(progress)

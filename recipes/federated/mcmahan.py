@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="simulated processes that play the clients")
     parser.add_argument("--most", type=float, default=2.0, help="a run ends after so many times the published rounds")
-    parser.add_argument("--rates", help="to choose from, with commas between")
+    parser.add_argument("--rates", help="to choose from, with commas between; or one for all")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what clients compute with")
     parser.add_argument("--out", type=Path, default=Path("studies"))
     args = parser.parse_args()
@@ -82,6 +82,7 @@ def main() -> None:
     table = Table("clients' part", "passes", "batch", "data", "rate", "rounds", "range", "published", title=args.table)
     for cell in cells:
         rates = args.rates or cell.rates
+        rate = [] if "," in rates else ["--lr", rates]
         study = Study.run(
             SCRIPT,
             strategies=[cell.variant.text],
@@ -90,27 +91,27 @@ def main() -> None:
             target=published.target,
             hold=1,
             eval_every="1iterations",
-            tune=[f"lr={rates}"],
+            tune=() if rate else [f"lr={rates}"],
             max_steps=int(args.most * cell.published),
             device=args.device,
             engine="virtual",
             cluster="lab-1gbe",
-            arguments=["--model", published.model, "--batch-size", str(cell.batch_size), "--passes", "100000"],
+            arguments=["--model", published.model, "--batch-size", str(cell.batch_size), "--passes", "100000", *rate],
             out=args.out / "-".join(("mcmahan", args.table, *map(str, cell[:4]), rates)),
         )
-        table.add_row(*row_of(cell, study))
+        table.add_row(*row_of(cell, study, rates=rates))
     Console(width=110).print(table)
 
 
-def row_of(cell: Cell, study: Study) -> tuple[str, ...]:
-    """Of runs that did not get there the table says how many."""
+def row_of(cell: Cell, study: Study, *, rates: str) -> tuple[str, ...]:
+    """Of runs that did not get there the table says how many. `rates`: to choose from, or one for all."""
     trials = study.frames.trials
     rounds = trials["iterations_to_target"]
     arrived = rounds.dropna()
     median = f"{rounds.median():.0f}" if len(arrived) == len(rounds) else f"{len(arrived)} of {len(rounds)} arrived"
     spread = f"{arrived.min():.0f} to {arrived.max():.0f}" if len(arrived) else ""
     batch = "all" if cell.batch_size == ALL else str(cell.batch_size)
-    rate = ", ".join(sorted(set(trials["setting"]))) if "setting" in trials else ""
+    rate = ", ".join(sorted(set(trials["setting"]) - {""})) or f"lr={rates}"
     numbers = (f"{cell.fraction:g}", str(cell.epochs), batch, cell.partition)
     return (*numbers, rate, median, spread, str(cell.published))
 

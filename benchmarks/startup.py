@@ -1,7 +1,7 @@
 """How long a run takes from the command to its first step, beside what Ray and torch take by themselves.
 
 Every contender is a fresh Python process on this machine, timed from its start: Ray alone until `ray.init` returns;
-the same, and two actors that have imported torch and made an optimizer, which loads a further part of torch; and
+the same, and two actors that have imported torch and made an optimizer, with which torch loads its compiler; and
 `paceline run` with two workers until worker 0 has made a step.
 
     python benchmarks/startup.py --rounds 5
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from report import tell
 from rich.table import Table
-from rounds import ratio_of
+from rounds import compile_paceline, ratio_of
 
 _RAY = """
 import sys, time
@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS))
     args = parser.parse_args()
+    compile_paceline()
     times_s: dict[str, list[float]] = {name: [] for name in args.only}
     for number in range(args.rounds):
         for name in args.only:

@@ -1,7 +1,7 @@
 """torch's compiler, loaded when somebody compiles, and not with the first optimizer.
 
-torch's optimizers tell `torch._dynamo` which of their functions it is to leave alone, and where a graph ends. That means
-nothing before something is compiled, and to load it takes 1.4 s of a core in every process.
+torch's optimizers tell `torch._dynamo` which of their functions it is to leave alone, and where a graph ends. That
+means nothing before something is compiled, and to load it takes 1.4 s of a core in every process.
 """
 
 import importlib

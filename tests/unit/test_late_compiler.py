@@ -162,7 +162,23 @@ def test_a_launcher_loads_no_more_than_it_needs() -> None:
         from paceline.cli import commands
         commands.load("run")
         import paceline.running.launch
+        from paceline.strategies import build
+        build("fed-avg:clients=4"), build("local-sgd"), build("ps-bsp")
         loaded = [name for name in sys.modules if name.startswith({(*NOT_NEEDED, "torch._dynamo")!r})]
+        assert not loaded, loaded
+        """
+    )
+
+
+def test_the_command_line_tries_an_optimizer_without_the_compiler() -> None:
+    run(
+        f"""
+        import sys
+        from paceline.cli import beginning
+        with beginning.ray_beside_imports(engine="virtual", address=None, insecure=False, num_workers=2):
+            from paceline.strategies import build
+            build("diloco")
+        loaded = [name for name in sys.modules if name.startswith({NOT_NEEDED!r})]
         assert not loaded, loaded
         """
     )

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from report import tell
 from rich.table import Table
-from rounds import ratio_of
+from rounds import compile_paceline, ratio_of
 from tensorflow_strategies import write_data
 from torch import nn
 from torch.nn import functional as F
@@ -179,6 +179,7 @@ def main() -> None:
     args = parser.parse_args()
     if not 3 <= args.rounds <= MOST_ROUNDS or A_ROUND % args.workers:
         parser.error(f"--rounds must be 3 to {MOST_ROUNDS}, and --workers a divisor of {A_ROUND}")
+    compile_paceline()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "data.npz")
         write_data(path, "mnist")

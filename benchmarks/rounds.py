@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import compileall
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import paceline
 
 Measure = Callable[..., float]
 """Samples per second on a workload."""
@@ -27,3 +31,9 @@ def ratio_of(values: Sequence[float], others: Sequence[float]) -> str:
     """Median of the ratios within a round, with the lowest and the highest."""
     ratios = [value / other for value, other in zip(values, others, strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def compile_paceline() -> None:
+    """As pip leaves a package. Each process would else compile what it imports, where none may write it down
+    (PYTHONDONTWRITEBYTECODE)."""
+    compileall.compile_dir(Path(str(paceline.__file__)).parent, quiet=1)

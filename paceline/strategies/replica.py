@@ -317,7 +317,8 @@ def require_plain_steps(replica: Replica) -> None:
         built = build_optimizer(spec.optimizer_class, spec.defaults, spec.groups, samples)
     except Exception as error:
         raise UsageError(f"servers cannot build {kind} from its own settings ({error}); use all-reduce") from error
-    kept = next((name for name, value in vars(optimizer).items() if name not in _KNOWN and _holds_state(value)), None)
+    known = _known_attributes()
+    kept = next((name for name, value in vars(optimizer).items() if name not in known and _holds_state(value)), None)
     if kept is not None:
         raise UsageError(
             f"servers cannot build {kind} from its own settings: its attribute {kept!r} holds tensors or another "
@@ -329,8 +330,9 @@ def require_plain_steps(replica: Replica) -> None:
             raise _unknown_to_servers(optimizer, name)
 
 
-_KNOWN = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
-"""The attributes of every optimizer."""
+def _known_attributes() -> frozenset[str]:
+    """The attributes of every optimizer."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 
 
 def _holds_state(value: Any) -> bool:

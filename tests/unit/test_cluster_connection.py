@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
 from paceline.comm.hosts import own_ip_address
+from paceline.engines.ray import allocated_node
 from paceline.engines.ray.local_start import start_local
 from paceline.engines.ray.nodes import connected
 from paceline.errors import RunFailed, UsageError
@@ -115,3 +118,22 @@ def test_a_ray_that_fails_otherwise_is_not_started_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ValueError, match="no such option"):
         start_local(tmp_path)
+
+
+def test_a_ray_that_starts_looks_for_its_object_store_often_and_for_as_long_as_ever(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: dict[str, Any] = {}
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", lambda **options: started.update(options))
+    with connected(None, num_workers=1):
+        pass
+    of_job = next(
+        word for word in allocated_node.head("127.0.0.1", 1, tmp_path, 2) if word.startswith("--system-config")
+    )
+    for settings in (started["_system_config"], json.loads(of_job.partition("=")[2])):
+        every_ms = settings["raylet_client_connect_timeout_milliseconds"]
+        assert every_ms <= 50
+        assert every_ms * settings["raylet_client_num_connect_attempts"] == 10_000

@@ -16,8 +16,14 @@ from paceline.engines.ray.local_directory import RAYS_OWN, same_directory
 
 # Tensors never go through Ray's object store, so a cluster that is started here gets the smallest that Ray allows.
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
-# Ray's default is 15, the lowest priority but four: beside anything else, a run would starve.
-WORKER_NICENESS = {"worker_niceness": 0}
+RAY_SETTINGS = {
+    # Ray's default is 15, the lowest priority but four: beside anything else, a run would starve.
+    "worker_niceness": 0,
+    # Ray's node manager looks for its object store 0.5 ms after that has begun to start. In half of all starts it comes
+    # too early, and would look again after 1 s; of 10 s in all nothing is taken.
+    "raylet_client_connect_timeout_milliseconds": 20,
+    "raylet_client_num_connect_attempts": 500,
+}
 # Ports of its own for everything: jobs may share a host.
 _ANY_PORT = (
     "--min-worker-port=0",
@@ -37,7 +43,7 @@ def head(host: str, port: int, directory: Path, cores: int) -> list[str]:
         f"--port={port}",
         f"--temp-dir={directory / RAYS_OWN}",
         "--include-dashboard=false",
-        f"--system-config={json.dumps(WORKER_NICENESS)}",
+        f"--system-config={json.dumps(RAY_SETTINGS)}",
         *_ANY_PORT,
     ]
 

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from paceline.comm.hosts import is_of_this_host
-from paceline.engines.ray.allocated_node import OBJECT_STORE_BYTES, WORKER_NICENESS
+from paceline.engines.ray.allocated_node import OBJECT_STORE_BYTES, RAY_SETTINGS
 from paceline.engines.ray.allocation import cluster_over
 from paceline.engines.ray.interrupts import hold_back_interrupts, keep_handlers
 from paceline.engines.ray.local_directory import RAYS_OWN, local_directory, same_directory
@@ -185,13 +185,13 @@ def _join(address: str, options: dict[str, Any]) -> None:
 
 
 def _system_config(num_ready: int) -> dict[str, Any]:
-    config: dict[str, Any] = {**WORKER_NICENESS}
+    config: dict[str, Any] = {**RAY_SETTINGS}
     if num_ready > 0:
-        # Processes load what members need while Ray still starts: torch, and the part of it that the first optimizer
-        # would load. Ray would start one a core, so their number is limited, by how many may start at a time.
+        # Processes load what members need while Ray still starts, most of it torch. Ray would start one a core, so
+        # their number is limited, by how many may start at a time.
         config["enable_worker_prestart"] = True
         config["worker_maximum_startup_concurrency"] = num_ready
-        config["preload_python_modules"] = ["paceline.engines.ray.worker_actor", "torch._dynamo"]
+        config["preload_python_modules"] = ["paceline.engines.ray.worker_actor"]
     return config
 
 

@@ -69,6 +69,12 @@ class Row:
     """What a script that clips gradients has to ask for."""
 
     @property
+    def kind(self) -> tuple[bool | int, ...]:
+        """Rows of one kind are promised the same, but for how exact it is: a check need not run over all of them."""
+        kept = (self.is_deterministic, self.updates_are_joint, self.drops_gradients, self.rounds_vary)
+        return (self.workers == 1, *kept, self.workers_differ, self.is_local, self.num_servers > 0, self.turns)
+
+    @property
     def is_another_codec(self) -> bool:
         """It differs from another row in its codec alone."""
         return "codec" in self.options and self.is_slow and self.in_processes == "never"

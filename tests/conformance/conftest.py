@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -15,7 +15,7 @@ from tests.covering import left_to
 ALL_ROWS = ("tests.conformance.test_on_virtual", "tests.conformance.test_on_gpu", "tests.conformance.test_over_nccl")
 
 
-A_CHECK = 4
+A_CHECK = 6
 """Of the rows that stand for one another, each check has every so many-th one, and the next check perhaps others."""
 
 
@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     Of rows that are promised the same, each check has one, and the next check perhaps another. What a check asks does
     not depend on a codec, but where a run goes on from what the codec owes; so one row stands for others that differ in
     it alone. Nor does what a script means to a strategy depend on the engine, but only the way of the bytes; so in
-    processes those rows stand for one another that are left to `make test-slow`.
+    processes those rows stand for one another whose bytes go the same way, and those that are left to `make test-slow`.
     """
     mark = metafunc.definition.get_closest_marker("every_row")
     if mark is None:
@@ -38,10 +38,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     number = [name for name, each in vars(metafunc.module).items() if _is_check(each)].index(metafunc.function.__name__)
     if is_virtual:
         alike = [row.name for row, _ in taken if row.is_another_codec and not only_deterministic]
-        left_out = _all_but_one_of_a_kind([row for row, when in taken if when == "quick"], number)
     else:
         alike = [row.name for row, when in taken if when == "slow"]
-        left_out = set()
+    quick = [row for row, when in taken if when == "quick"]
+    left_out = _all_but_one_of_a_kind(quick, attrgetter("kind" if is_virtual else "way"), number)
     left_out |= set(alike) - set(alike[number % A_CHECK :: A_CHECK])
     metafunc.parametrize("row", [_case(row, when, is_chosen=row.name not in left_out) for row, when in taken])
 
@@ -50,11 +50,9 @@ def _is_check(thing: object) -> bool:
     return any(mark.name == "every_row" for mark in getattr(thing, "pytestmark", ()))
 
 
-def _all_but_one_of_a_kind(rows: Sequence[Row], number: int) -> set[str]:
+def _all_but_one_of_a_kind(rows: Sequence[Row], kind_of: Callable[[Row], Any], number: int) -> set[str]:
     """Which rows the check of this number leaves out."""
-    kinds = [
-        [row.name for row in kind] for _, kind in groupby(sorted(rows, key=attrgetter("kind")), attrgetter("kind"))
-    ]
+    kinds = [[row.name for row in kind] for _, kind in groupby(sorted(rows, key=kind_of), kind_of)]
     return {name for kind in kinds for name in kind if name != kind[number % len(kind)]}
 
 

@@ -75,6 +75,11 @@ class Row:
         return (self.workers == 1, *kept, self.workers_differ, self.is_local, self.num_servers > 0, self.turns)
 
     @property
+    def way(self) -> tuple[bool, bool]:
+        """How bytes go in processes: over servers, from one worker to another at any time, or among all of them."""
+        return self.num_servers > 0, self.nobody_counts
+
+    @property
     def is_another_codec(self) -> bool:
         """It differs from another row in its codec alone."""
         return "codec" in self.options and self.is_slow and self.in_processes == "never"

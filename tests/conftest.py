@@ -25,7 +25,10 @@ STANDARD_LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing
 
 # Small models gain nothing by more threads, which fight for the cores that other tests use. Processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.update(RAY_worker_niceness="0")  # at Ray's 15, workers would starve beside other tests
+
+# At Ray's niceness of 15, workers would starve beside other tests. Nor does Ray start workers for the first driver of a
+# cluster that it was not asked for: members have settings of their own, for which it starts others.
+os.environ.update(RAY_worker_niceness="0", RAY_prestart_worker_first_driver="0")
 torch.set_num_threads(1)
 
 # Nor do threads that wait, which else spin for a while: processes that have two threads, as a run of one worker, took

@@ -42,10 +42,15 @@ def left_to(*, is_quick: bool, is_chosen: bool = True) -> list[pytest.MarkDecora
     return [pytest.mark.slow] if is_chosen else [pytest.mark.slow, pytest.mark.product]
 
 
-def in_turns(scripts: Iterable[Any], strategies: Sequence[Any]) -> list[Any]:
-    """Slow cases: each script, or whatever else is a place for faults, with one strategy, and the next one with the
-    next."""
+def stood_for(*values: Any) -> Any:
+    """A case of slow tests that others stand for."""
+    return pytest.param(*values, marks=pytest.mark.product)
+
+
+def in_turns(scripts: Iterable[Any], strategies: Sequence[Any], *, are_quick: bool = False) -> list[Any]:
+    """Cases that are slow, or quick: each script, or whatever else is a place for faults, with one strategy, and the
+    next one with the next."""
     return [
-        pytest.param(strategy, script, marks=left_to(is_quick=False, is_chosen=is_chosen))
+        pytest.param(strategy, script, marks=left_to(is_quick=are_quick and is_chosen, is_chosen=is_chosen))
         for strategy, script, is_chosen in covering(scripts, [strategies])
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -13,16 +15,17 @@ from tests.covering import left_to
 ALL_ROWS = ("tests.conformance.test_on_virtual", "tests.conformance.test_on_gpu", "tests.conformance.test_over_nccl")
 
 
-A_CHECK = 4
+A_CHECK = 6
 """Of the rows that stand for one another, each check has every so many-th one, and the next check perhaps others."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A check marked `every_row` runs over every row on the virtual engine, and in processes over some of them.
 
-    What a check asks does not depend on a codec, but where a run goes on from what the codec owes; so one row stands
-    for others that differ in it alone. Nor does what a script means to a strategy depend on the engine, but only the
-    way of the bytes; so in processes those rows stand for one another that are left to `make test-slow`.
+    Of rows that are promised the same, each check has one, and the next check perhaps another. What a check asks does
+    not depend on a codec, but where a run goes on from what the codec owes; so one row stands for others that differ in
+    it alone. Nor does what a script means to a strategy depend on the engine, but only the way of the bytes; so in
+    processes those rows stand for one another whose bytes go the same way, and those that are left to `make test-slow`.
     """
     mark = metafunc.definition.get_closest_marker("every_row")
     if mark is None:
@@ -32,13 +35,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     rows = [row for row in ROWS if row.is_deterministic or not only_deterministic]
     rows = [row for row in rows if mark.kwargs.get("of_codecs", True) or not row.is_another_codec]
     taken = [(row, when) for row in rows if (when := _when(row, is_virtual)) != "never"]
+    number = [name for name, each in vars(metafunc.module).items() if _is_check(each)].index(metafunc.function.__name__)
     if is_virtual:
         alike = [row.name for row, _ in taken if row.is_another_codec and not only_deterministic]
     else:
         alike = [row.name for row, when in taken if when == "slow"]
-    chosen = alike[zlib.crc32(metafunc.function.__name__.encode()) % A_CHECK :: A_CHECK]
-    left_out = set(alike) - set(chosen)
+    quick = [row for row, when in taken if when == "quick"]
+    left_out = _all_but_one_of_a_kind(quick, attrgetter("kind" if is_virtual else "way"), number)
+    left_out |= set(alike) - set(alike[number % A_CHECK :: A_CHECK])
     metafunc.parametrize("row", [_case(row, when, is_chosen=row.name not in left_out) for row, when in taken])
+
+
+def _is_check(thing: object) -> bool:
+    return any(mark.name == "every_row" for mark in getattr(thing, "pytestmark", ()))
+
+
+def _all_but_one_of_a_kind(rows: Sequence[Row], kind_of: Callable[[Row], Any], number: int) -> set[str]:
+    """Which rows the check of this number leaves out."""
+    kinds = [[row.name for row in kind] for _, kind in groupby(sorted(rows, key=kind_of), kind_of)]
+    return {name for kind in kinds for name in kind if name != kind[number % len(kind)]}
 
 
 def _when(row: Row, is_virtual: bool) -> When:
@@ -46,4 +61,4 @@ def _when(row: Row, is_virtual: bool) -> When:
 
 
 def _case(row: Row, when: When, *, is_chosen: bool) -> Any:
-    return pytest.param(row, id=row.name, marks=left_to(is_quick=when == "quick", is_chosen=is_chosen))
+    return pytest.param(row, id=row.name, marks=left_to(is_quick=when == "quick" and is_chosen, is_chosen=is_chosen))

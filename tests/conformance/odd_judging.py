@@ -28,8 +28,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 EVERYWHERE = tuple(STRATEGIES)
 FREE = ("ps-ssp", "ps-asp")
 """Their servers alone know how far workers may run apart."""
-FAMILIES = (JOINT, FREE, ALONE)
-"""What is done with a script is mostly the same under all strategies of one: see `covering`."""
+FAMILIES = (JOINT, (*FREE, *ALONE))
+"""Those under which workers train alike, and those under which each has steps of its own. What is done with a script is
+mostly the same under all strategies of one: see `covering`."""
 ENGINES = {"virtual": virtual_engine, "processes": local_engine}
 
 DRIFT = r"after step \d+ parameter '.*' is not the same on all ranks: on rank 1 .*Make the same change on every rank"

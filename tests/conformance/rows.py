@@ -69,6 +69,17 @@ class Row:
     """What a script that clips gradients has to ask for."""
 
     @property
+    def kind(self) -> tuple[bool | int, ...]:
+        """Rows of one kind are promised the same, but for how exact it is: a check need not run over all of them."""
+        kept = (self.is_deterministic, self.updates_are_joint, self.drops_gradients, self.rounds_vary)
+        return (self.workers == 1, *kept, self.workers_differ, self.is_local, self.num_servers > 0, self.turns)
+
+    @property
+    def way(self) -> tuple[bool, bool]:
+        """How bytes go in processes: over servers, from one worker to another at any time, or among all of them."""
+        return self.num_servers > 0, self.nobody_counts
+
+    @property
     def is_another_codec(self) -> bool:
         """It differs from another row in its codec alone."""
         return "codec" in self.options and self.is_slow and self.in_processes == "never"

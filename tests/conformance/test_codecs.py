@@ -29,6 +29,7 @@ from tests.conformance import local_engine, virtual_engine
 from tests.conformance.rows import CODECS, JOINT_CODECS, launched, loader_of, problem, train
 from tests.conformance.test_virtual_costs import step_s
 from tests.conformance.virtual_cluster import GIGABIT, PLAIN, STEP_S, cluster_of
+from tests.covering import in_turns
 
 WORKERS, NUM_FIRST = 4, 12
 HOSTS_OF_TWO = replace(virtual_engine.CLUSTER, hosts=(Hosts(count=8, workers=2, bandwidth_gbit_per_s=1.0),))
@@ -58,13 +59,6 @@ def loss(state: dict[str, torch.Tensor]) -> float:
     return float(F.cross_entropy(model(x), y).detach())
 
 
-EVERY = [
-    *(("all-reduce", codec) for codec in (*CODECS, *JOINT_CODECS)),
-    *(("ps-bsp", codec) for codec in CODECS),
-    *(("ps-asp", codec) for codec in ("int8", "top-k:ratio=0.2", "random-k:ratio=0.5")),
-]
-
-
 def learned(out: Path, strategy: str, codec: str | None, *, max_steps: int = 30) -> Result:
     """On hosts with two workers each, where workers average."""
     cluster = HOSTS_OF_TWO if strategy == "all-reduce" else virtual_engine.CLUSTER
@@ -89,7 +83,14 @@ def plain_bytes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], int
     return functools.cache(lambda strategy: moved_by(learned(tmp_path_factory.mktemp(strategy), strategy, None)))
 
 
-@pytest.mark.parametrize(("strategy", "codec"), EVERY)
+@pytest.mark.parametrize(
+    ("strategy", "codec"),
+    [
+        *in_turns(CODECS, ("all-reduce", "ps-bsp"), are_quick=True),
+        *(("all-reduce", codec) for codec in JOINT_CODECS),
+        *(("ps-asp", codec) for codec in ("int8", "top-k:ratio=0.2", "random-k:ratio=0.5")),
+    ],
+)
 def test_models_learn_through_codecs_and_less_moves(
     strategy: str, codec: str, tmp_path: Path, plain_bytes: Callable[[str], int]
 ) -> None:

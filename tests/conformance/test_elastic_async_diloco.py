@@ -30,6 +30,7 @@ from tests.conformance.test_virtual_servers_outlive import (
     SERVERS_HOSTS,
     WORKERS_HOSTS,
 )
+from tests.covering import in_turns
 
 EVERY, WORKERS = 3, 4
 MANY = replace(WORKERS_HOSTS, count=7)
@@ -131,10 +132,13 @@ def require_counted(result: Result, log: Log, pushes: Pushes) -> None:
     assert result.evaluations[-1].samples == EPOCHS * SAMPLES
 
 
-@pytest.mark.parametrize("options", [{}, {"quorum": 2, "at_least": 2}, {"grace_s": 0.3, "at_least": 2}], ids=str)
-@pytest.mark.parametrize("cluster", [FAILING, SPOT], ids=["failing", "with notice"])
-def test_hosts_fail_and_others_come(tmp_path: Path, pushes: Pushes, cluster: Cluster, options: dict[str, Any]) -> None:
+ROUNDS = [{}, {"quorum": 2, "at_least": 2}, {"grace_s": 0.3, "at_least": 2}]
+
+
+@pytest.mark.parametrize(("how", "options"), in_turns(ROUNDS, ("failing", "with notice"), are_quick=True), ids=str)
+def test_hosts_fail_and_others_come(tmp_path: Path, pushes: Pushes, how: str, options: dict[str, Any]) -> None:
     """The same run twice, bit for bit."""
+    cluster = FAILING if how == "failing" else SPOT
     log: Log = {}
     first = train(tmp_path / "first", cluster, log=log, **options)
     require_counted(first, log, pushes)

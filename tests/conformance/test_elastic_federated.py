@@ -22,6 +22,7 @@ from paceline.errors import UsageError
 from paceline.running.result import Result
 from paceline.strategies.federated.joining import Joining
 from tests.conformance.test_virtual_failures import CLUSTER, named
+from tests.covering import in_turns
 
 SAMPLES, ROUNDS, WORKERS = 96, 6, 4
 _SOON = replace(CLUSTER, hosts=(replace(CLUSTER.hosts[0], count=8, back_after_s=5.0),))
@@ -126,11 +127,11 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("cluster", [FAILING, SPOT], ids=["failing", "with notice"])
-@pytest.mark.parametrize("strategy", METHODS)
+@pytest.mark.parametrize(("how", "strategy"), in_turns(METHODS, ("failing", "with notice"), are_quick=True))
 def test_whoever_dies_and_comes_rounds_are_those_of_the_undisturbed_run(
-    tmp_path: Path, strategy: str, cluster: Cluster
+    tmp_path: Path, strategy: str, how: str
 ) -> None:
+    cluster = FAILING if how == "failing" else SPOT
     settings = METHODS[strategy]
     wanted = train(tmp_path / "undisturbed", strategy, at_least=0, **settings)
     result = train(tmp_path / "run", strategy, cluster=cluster, **settings)
@@ -177,12 +178,12 @@ def test_while_nobody_dies_it_is_the_static_run(tmp_path: Path, strategy: str) -
         assert elastic.training_time_s == pytest.approx(static.training_time_s, rel=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["fed-avgm", "scaffold", "fed-rep"])
-@pytest.mark.parametrize(("at_least", "workers"), [(1, 3), (1, 5), (0, 4)])
-def test_a_run_goes_on_with_another_number_of_workers(
-    tmp_path: Path, strategy: str, at_least: int, workers: int
-) -> None:
+@pytest.mark.parametrize(
+    ("begun", "strategy"), in_turns(["fed-avgm", "scaffold", "fed-rep"], [(1, 3), (0, 4), (1, 5)], are_quick=True)
+)
+def test_a_run_goes_on_with_another_number_of_workers(tmp_path: Path, strategy: str, begun: tuple[int, int]) -> None:
     """Also from a run that was not elastic, whose workers have each kept the state of their own clients."""
+    at_least, workers = begun
     wanted = train(tmp_path / "undisturbed", strategy, at_least=0)
     cluster = FAILING if at_least else CLUSTER
     train(tmp_path / "begun", strategy, cluster=cluster, at_least=at_least, max_steps=3)

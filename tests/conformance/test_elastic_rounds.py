@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
-from paceline.cluster.description import Cluster
 from paceline.elastic import Member
 from paceline.running.result import Result
 from tests.conformance import test_elastic_gossip as runs
 from tests.conformance.commits import write_down
 from tests.conformance.test_elastic_gossip import EPOCHS, SAMPLES, train
 from tests.conformance.test_virtual_failures import CLUSTER, FAILING, SPOT, named
+from tests.covering import in_turns
 from tests.gossip_replay import Batch, Replica
 from tests.rounds_replay import Exchange, Replay, rounds_of
 
@@ -79,11 +79,11 @@ ROUNDS = {
 }
 
 
-@pytest.mark.parametrize("strategy", ROUNDS)
-@pytest.mark.parametrize("cluster", [FAILING, SPOT], ids=["failing", "with notice"])
+@pytest.mark.parametrize(("how", "strategy"), in_turns(ROUNDS, ("failing", "with notice"), are_quick=True))
 def test_hosts_fail_and_others_come(
-    tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, strategy: str, cluster: Cluster
+    tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, strategy: str, how: str
 ) -> None:
+    cluster = FAILING if how == "failing" else SPOT
     monkeypatch.setattr(runs, "make", lambda: make(ROUNDS[strategy]))
     result = train(tmp_path / "run", strategy, cluster=cluster)
     assert len(named(result, "lost" if cluster is FAILING else "left")) > 1

@@ -38,6 +38,7 @@ from tests.conformance.test_virtual_servers_outlive import (
     WORKERS,
     WORKERS_HOSTS,
 )
+from tests.covering import in_turns
 
 EPOCHS, SAMPLES, BATCH = 3, 100, 4
 UPDATES = EPOCHS * -(-SAMPLES // (BATCH * WORKERS))
@@ -154,10 +155,10 @@ def require_undisturbed(result: Result, optimizer: str = "momentum", *, seed: in
     assert named(result, "left_over") == []
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("cluster", [FAILING, SPOT], ids=["failing", "with notice"])
-def test_hosts_fail_and_others_come(tmp_path: Path, cluster: Cluster, optimizer: str) -> None:
+@pytest.mark.parametrize(("how", "optimizer"), in_turns(OPTIMIZERS, ("failing", "with notice"), are_quick=True))
+def test_hosts_fail_and_others_come(tmp_path: Path, how: str, optimizer: str) -> None:
     """The same run twice, bit for bit."""
+    cluster = FAILING if how == "failing" else SPOT
     first, second = (train(tmp_path / name, cluster, optimizer=optimizer) for name in ("first", "second"))
     assert len(named(first, "lost" if cluster is FAILING else "left")) > 1
     assert named(first, "let_in")

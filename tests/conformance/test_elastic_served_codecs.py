@@ -22,6 +22,7 @@ from paceline.running.result import Result
 from paceline.server.coded_push import CodedPushes
 from tests.conformance.test_virtual_failures import named
 from tests.conformance.test_virtual_servers_outlive import BATCH, CLUSTER, EPOCHS, FAILING, SAMPLES, SPOT, WORKERS
+from tests.covering import in_turns
 
 SERVERS = 2
 
@@ -141,14 +142,13 @@ def require_nothing_lost(result: Result, pushes: Pushes, *, votes: bool = False)
 TOP = "codec=top-k:codec.ratio=0.03"  # three of a tensor's elements; a batch has four, besides what is owed
 
 
-@pytest.mark.parametrize(
-    "strategy", [f"ps-bsp:{TOP}", f"ps-ssp:{TOP}:codec_scope=all", f"ps-asp:{TOP}", "ps-asp:codec=one-bit"]
-)
-@pytest.mark.parametrize("cluster", [FAILING, SPOT], ids=["failing", "with notice"])
-def test_what_is_left_out_is_owed_until_it_is_sent(
-    tmp_path: Path, pushes: Pushes, strategy: str, cluster: Cluster
-) -> None:
+OWING = (f"ps-bsp:{TOP}", f"ps-ssp:{TOP}:codec_scope=all", f"ps-asp:{TOP}", "ps-asp:codec=one-bit")
+
+
+@pytest.mark.parametrize(("how", "strategy"), in_turns(OWING, ("failing", "with notice"), are_quick=True))
+def test_what_is_left_out_is_owed_until_it_is_sent(tmp_path: Path, pushes: Pushes, strategy: str, how: str) -> None:
     """Whoever leaves with notice owes nothing then; of one that dies what it owes is lost, and that of nobody else."""
+    cluster = FAILING if how == "failing" else SPOT
     result = train(tmp_path / "run", strategy, cluster)
     assert named(result, "let_in")
     require_nothing_lost(result, pushes)

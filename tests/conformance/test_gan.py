@@ -26,14 +26,15 @@ from tests.conformance.several_runs import (
     launched,
     run,
 )
+from tests.covering import in_turns
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("strategy", "options"), [("all-reduce", {}), ("ring", {}), ("ps-bsp", {}), ("ps-bsp", {"servers": 2})]
+    ("engine", "strategy"),
+    in_turns(["ring", "all-reduce", "ps-bsp", "ps-bsp:servers=2"], tuple(ENGINES), are_quick=True),
 )
-def test_gan_equals_one_process(engine: str, strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
-    result = run(engine, train_gan, tmp_path, strategy, options=options, eval_every=5)
+def test_gan_equals_one_process(engine: str, strategy: str, tmp_path: Path) -> None:
+    result = run(engine, train_gan, tmp_path, strategy, eval_every=5)
     assert result.iteration == 3 * (50 // 8)
     assert [evaluation.iteration for evaluation in result.evaluations] == [0, 5, 10, 15, 18]
     assert_close(result.model_state(), train_alone(train_gan, 2), EXACT)
@@ -98,10 +99,7 @@ def test_gan_on_ray(strategy: str, tmp_path: Path) -> None:
     assert_close(result.model_state(), train_alone(train_gan, 2), EXACT)
 
 
-@pytest.mark.parametrize(
-    ("engine", "strategy"),
-    [("local", "all-reduce"), ("local", "ps-bsp"), ("virtual", "all-reduce"), ("virtual", "ps-bsp")],
-)
+@pytest.mark.parametrize(("engine", "strategy"), in_turns(["ps-bsp", "all-reduce"], tuple(ENGINES), are_quick=True))
 def test_gan_resumes_in_mid_run(engine: str, strategy: str, tmp_path: Path) -> None:
     run(engine, train_gan, tmp_path / "begun", strategy, max_steps=8)
     run(engine, train_gan, tmp_path / "resumed", strategy, resume=tmp_path / "begun")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fed-avg": {"clients": 2, "fraction": 1.0, "optimizer": "kept"},
 }
 FAMILIES = (("gossip", "ad-psgd"), ("local-sgd", "fed-avg"))
+ANY = (tuple(STRATEGIES),)
 QUICK = (
     "plain",
     "three ahead",
@@ -82,8 +84,9 @@ def models() -> list[test_odd_models.Odd]:
     return [row for row in test_odd_models.ODD if row.only_on != "processes"]
 
 
-def cases(rows: Any) -> list[Any]:
-    """Each row under neighbours and under rounds, of which there are two kinds each, by turns."""
+def cases(rows: Any, families: Sequence[Sequence[str]] = FAMILIES) -> list[Any]:
+    """Each row under neighbours and under rounds, of which there are two kinds each, by turns; or under one of other
+    `families`."""
     return [
         pytest.param(
             strategy,
@@ -91,7 +94,7 @@ def cases(rows: Any) -> list[Any]:
             id=f"{strategy}-{row.name}",
             marks=left_to(is_quick=row.name in QUICK, is_chosen=is_chosen),
         )
-        for strategy, row, is_chosen in covering(rows, FAMILIES)
+        for strategy, row, is_chosen in covering(rows, families)
     ]
 
 
@@ -114,7 +117,7 @@ def state_or_refusal(script: Any, strategy: str, out: Path) -> dict[str, torch.T
         return str(error)
 
 
-@pytest.mark.parametrize(("strategy", "row"), cases(models()))
+@pytest.mark.parametrize(("strategy", "row"), cases(models(), ANY))
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_odd_models_elsewhere(strategy: str, row: test_odd_models.Odd, tmp_path: Path) -> None:
     state = state_or_refusal(row.script, strategy, tmp_path)

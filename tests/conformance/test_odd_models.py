@@ -303,11 +303,11 @@ QUICK_IN_PROCESSES = (
 
 
 def cases() -> Iterator[Any]:
-    """Virtually under a strategy of each family, of which those whose workers know nothing of one another are left to
-    `make test-slow`. In processes, where only the way of the bytes is another, some rows run under all-reduce, and the
-    others, which are left to it, too, under all-reduce and a server in turns."""
+    """Virtually under a strategy in which workers train alike, and under one that a single worker has to itself, which
+    is left to `make test-slow`. In processes, where only the way of the bytes is another, some rows run under
+    all-reduce, and the others, which are left to it, too, under all-reduce and a server in turns."""
     virtually = [row for row in ODD if row.only_on != "processes"]
-    for strategy, row, is_chosen in covering(virtually, [["single"], JOINT, FREE], is_refused):
+    for strategy, row, is_chosen in covering(virtually, [JOINT, ("single", *FREE)], is_refused):
         yield case("virtual", strategy, row, left_to(is_quick=is_chosen and strategy in JOINT, is_chosen=is_chosen))
     apart = [row for row in ODD if row.only_on != "virtual"]
     for strategy, row, is_chosen in covering(apart, [JOINT]):

@@ -22,6 +22,7 @@ from paceline.planner import StepWork, failing, plan
 from paceline.records import EventRecord, StepRecord, read_records
 from paceline.running import simulating
 from paceline.running.result import Result
+from tests.covering import in_turns
 
 EPOCHS, SAMPLES, WORKERS = 3, 96, 4
 CLUSTER = Cluster(
@@ -126,9 +127,12 @@ def test_workers_die_with_their_hosts_and_others_take_their_place(tmp_path: Path
     assert none["cost"] == pytest.approx(none["worker_s"]), "each host costs one a second"
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "tree", "halving-doubling", "all-to-all"])
-@pytest.mark.parametrize("cluster", [FAILING, SPOT], ids=["failing", "with notice"])
-def test_named_algorithms_outlive_hosts(tmp_path: Path, algorithm: str, cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    ("how", "algorithm"),
+    in_turns(["ring", "tree", "halving-doubling", "all-to-all"], ("failing", "with notice"), are_quick=True),
+)
+def test_named_algorithms_outlive_hosts(tmp_path: Path, algorithm: str, how: str) -> None:
+    cluster = FAILING if how == "failing" else SPOT
     undisturbed = train(tmp_path / "undisturbed")
     result = train(tmp_path / "run", strategy=f"all-reduce:algorithm={algorithm}", cluster=cluster)
     assert len(named(result, "lost" if cluster is FAILING else "left")) > 1

@@ -29,6 +29,7 @@ from paceline.training.course import Course
 from paceline.training.judging import Judge
 from paceline.training.worker_run import WorkerRun
 from tests.conformance.test_virtual_failures import named, require_adding_up
+from tests.covering import in_turns
 
 EPOCHS, SAMPLES, WORKERS, BATCH = 3, 96, 3, 4
 WORKERS_HOSTS = Hosts(count=5, bandwidth_gbit_per_s=1.0, back_after_s=20.0, price_per_hour=3600.0)
@@ -132,10 +133,10 @@ def require_counted(result: Result, strategy: str, log: Log) -> None:
 STRATEGIES = ["ps-bsp", "ps-ssp", "ps-asp"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("cluster", [FAILING, SPOT], ids=["failing", "with notice"])
-def test_hosts_fail_and_others_come(tmp_path: Path, strategy: str, cluster: Cluster) -> None:
+@pytest.mark.parametrize(("how", "strategy"), in_turns(STRATEGIES, ("failing", "with notice"), are_quick=True))
+def test_hosts_fail_and_others_come(tmp_path: Path, strategy: str, how: str) -> None:
     """The same run twice, bit for bit."""
+    cluster = FAILING if how == "failing" else SPOT
     log: Log = {}
     first = train(tmp_path / "first", strategy, cluster, log=log)
     second = train(tmp_path / "second", strategy, cluster)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def ran(script: Path, *options: str, workers: int, backend: str = "jax", cwd: Pa
         assert TENSORFLOW is not None
         python, paceline = [TENSORFLOW], [TENSORFLOW, PACELINE]
         environment |= {"TF_CPP_MIN_LOG_LEVEL": "3", "RAY_ADDRESS": "", **COLD}
+        # TensorFlow writes sources there, which workers do not live to remove. Ray's sockets need a short path.
+        environment |= {"TMPDIR": str(cwd), "RAY_TMPDIR": tempfile.gettempdir()}
     settings = ["--strategy", "all-reduce", "--workers", str(workers), "--env", "KERAS_BACKEND"]
     launched = [*paceline, "run", str(script), *settings, "--"]
     command = launched if workers > 1 else [*python, str(script)]

@@ -26,6 +26,7 @@ from paceline.running.launch import Quiet
 from paceline.server.tables.spec import TableSpec
 from paceline.server.tables.table import Table
 from paceline.training.snapshot import read_model_file
+from tests.covering import stood_for
 from tests.distributed.harness import events
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
@@ -124,7 +125,7 @@ def lost(out: Path) -> list[str]:
     return [event["who"] for event in named(out, "server_lost")]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd:lr=0.1", "adagrad:lr=0.1"])
+@pytest.mark.parametrize("optimizer", [stood_for("sgd:lr=0.1"), "adagrad:lr=0.1"])  # which has a state besides
 def test_rows_are_those_of_the_undisturbed_run_with_a_death_in_each_quarter(tmp_path: Path, optimizer: str) -> None:
     whole, out, num_steps = tmp_path / "whole", tmp_path / "out", 80
     run("ps-bsp", partial(train, optimizer, num_steps, whole), whole, servers=5, replicas=0)
@@ -137,7 +138,7 @@ def test_rows_are_those_of_the_undisturbed_run_with_a_death_in_each_quarter(tmp_
     assert_equal(read_model_file(out / "model.safetensors"), read_model_file(whole / "model.safetensors"))
 
 
-@pytest.mark.parametrize("strategy", ["ps-asp", "ps-ssp"])
+@pytest.mark.parametrize("strategy", ["ps-asp", stood_for("ps-ssp")])
 def test_every_gradient_of_a_row_counts_once(tmp_path: Path, strategy: str) -> None:
     out, num_steps = tmp_path / "out", 60
     kills = [Kill(15, 1), Kill(45, 0)]

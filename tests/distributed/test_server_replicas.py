@@ -18,6 +18,7 @@ import torch
 
 from paceline.checkpoint import Checkpoint
 from paceline.records import UpdateRecord, read_records
+from tests.covering import in_turns, stood_for
 from tests.distributed.harness import TRAIN, Command, events, is_training, num_steps, pids, starting, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -91,8 +92,7 @@ def test_the_model_is_that_of_the_undisturbed_run(start: Start, start_on_cluster
         assert taken["details"]["took_s"] < 30.0, "a tenth of the deadline"
 
 
-@pytest.mark.parametrize("strategy", ["ps-asp", "ps-ssp"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("strategy", "victim"), in_turns([0, 1], ["ps-asp", "ps-ssp"]))
 def test_every_gradient_counts_once(start_on_cluster: Start, tmp_path: Path, strategy: str, victim: int) -> None:
     out = tmp_path / "out"
     command = begin(
@@ -145,7 +145,11 @@ def test_two_replicas_outlive_two_deaths(start_on_cluster: Start, undisturbed: C
     assert_equal(checkpoint(out).model, undisturbed.model)
 
 
-@pytest.mark.parametrize("elastic", [(), ("--elastic", "1:2")])
+# What --elastic adds is in test_elastic_replicas.py, and in the schedules of test_chaos.py.
+EITHER = [(), stood_for(("--elastic", "1:2"))]
+
+
+@pytest.mark.parametrize("elastic", EITHER)
 def test_copies_are_made_anew(
     start_on_cluster: Start, undisturbed: Checkpoint, tmp_path: Path, elastic: tuple[str, ...]
 ) -> None:
@@ -168,7 +172,7 @@ def test_copies_are_made_anew(
     assert_equal(checkpoint(out).optimizer, undisturbed.optimizer)
 
 
-@pytest.mark.parametrize("elastic", [(), ("--elastic", "1:2")])
+@pytest.mark.parametrize("elastic", EITHER)
 def test_what_codecs_leave_out_is_owed_as_if_no_server_had_died(
     start: Start, tmp_path: Path, elastic: tuple[str, ...]
 ) -> None:

@@ -106,7 +106,7 @@ def main() -> int:
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TEMP_DIR"] = folder
+        os.environ["TEMP_DIR"] = tempfile.tempdir = folder  # also for each test's store, whose file it leaves there
         first = run([name for name in names if name not in LEFT_OUT], WORLD_SIZE)
         too_large = [test._testMethodName for test, reason in first.skipped if reason == TOO_SMALL]
         second = run(too_large, LARGE_WORLD_SIZE)

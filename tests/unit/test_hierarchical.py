@@ -23,6 +23,7 @@ from paceline.errors import UsageError
 from paceline.layout import TensorSpec, in_buckets
 from paceline.strategies.coding import Coding
 from paceline.strategies.exchange import Exchange
+from tests.covering import in_turns
 from tests.unit.collective_harness import MEETING_S, World, caught, later, wait_for
 from tests.unit.many_works import run_many, sums_of_many
 
@@ -224,9 +225,16 @@ def run_barrier(collective: Collective, last_has_come: Path) -> bool:
 # ---- many works under way ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ["wait", "backwards", "poll", "barrier"])
-def test_many_works_under_way(hierarchy: Hierarchy, order: str) -> None:
-    assert hierarchy.run(run_many, order) == [sums_of_many(hierarchy.size)] * hierarchy.size
+def by_turns(things: Sequence[Any]) -> pytest.MarkDecorator:
+    """Each on one layout of ranks, and the next one on the next."""
+    return pytest.mark.parametrize(
+        ("hierarchy", "thing"), in_turns(things, LAYOUTS, are_quick=True), indirect=["hierarchy"], ids=str
+    )
+
+
+@by_turns(["wait", "backwards", "poll", "barrier"])
+def test_many_works_under_way(hierarchy: Hierarchy, thing: str) -> None:
+    assert hierarchy.run(run_many, thing) == [sums_of_many(hierarchy.size)] * hierarchy.size
 
 
 def test_more_small_works_than_slots(hierarchy: Hierarchy) -> None:
@@ -429,10 +437,10 @@ def coded_rounds(collective: Collective, codec: Codec, num_rounds: int) -> tuple
     return means, kept, collective.timing.moved_bytes - before
 
 
-@pytest.mark.parametrize("codec", [Int8(), TopK(ratio=0.1), PowerSGD(start=0), RandomK()], ids=str)
-def test_hosts_join_theirs_before_anything_is_coded(hierarchy: Hierarchy, codec: Codec) -> None:
+@by_turns([Int8(), TopK(ratio=0.1), PowerSGD(start=0), RandomK()])
+def test_hosts_join_theirs_before_anything_is_coded(hierarchy: Hierarchy, thing: Codec) -> None:
     """Several buckets at once, through the hosts: all ranks have the same mean, which is near what it should be."""
-    rounds = 12
+    codec, rounds = thing, 12
     answers = hierarchy.run(coded_rounds, codec, rounds)
     for means, _, _ in answers[1:]:
         assert all(torch.equal(*pair) for pair in zip(means, answers[0][0], strict=True))

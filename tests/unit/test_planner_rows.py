@@ -31,6 +31,7 @@ from paceline.planner.wording import answer
 from paceline.server.tables.row_optimizers import of_text
 from paceline.server.tables.spec import TableSpec
 from tests.conformance import virtual_engine
+from tests.covering import covering, left_to
 
 BATCH, DIM, NUM_BATCHES = 400, 32, 40
 
@@ -160,20 +161,27 @@ def bursting(cluster: Cluster) -> Cluster:
     return replace(cluster, hosts=(replace(hosts, bandwidth_gbit_per_s=0.2, burst_kbyte=25.0),), communication=costs)
 
 
+PLACED = (
+    ("ps-bsp:combine=never:servers=2", "separate", 0.08),
+    ("all-reduce:servers=2", "with workers", 0.08),
+    ("ps-ssp:servers=1:row_staleness=3", "separate", 0.15),
+    ("ps-asp:servers=2", "separate", 0.1),
+    ("ps-asp:servers=2", "with workers", 0.15),
+)
+COSTS = ((free, asking), (costly, bursting))
+
+
 @pytest.mark.parametrize(
-    ("strategy", "placement", "tolerance"),
+    ("costs", "placed"),
     [
-        ("ps-bsp:combine=never:servers=2", "separate", 0.08),
-        ("all-reduce:servers=2", "with workers", 0.08),
-        ("ps-ssp:servers=1:row_staleness=3", "separate", 0.15),
-        ("ps-asp:servers=2", "separate", 0.1),
-        ("ps-asp:servers=2", "with workers", 0.15),
+        pytest.param(costs, placed, marks=left_to(is_quick=is_chosen, is_chosen=is_chosen))
+        for costs, placed, is_chosen in covering(PLACED, COSTS)
     ],
 )
-@pytest.mark.parametrize("costs", [free, costly, asking, bursting])
 def test_the_virtual_engine_takes_as_long(
-    strategy: str, placement: str, tolerance: float, costs: Callable[[Cluster], Cluster], tmp_path: Path
+    placed: tuple[str, str, float], costs: Callable[[Cluster], Cluster], tmp_path: Path
 ) -> None:
+    strategy, placement, tolerance = placed
     cluster = costs(cluster_of(placement))
     chosen = Variant.parse(strategy).strategy
     found = predict(cluster, strategy=chosen, workers=2, work=seen())

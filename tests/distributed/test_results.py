@@ -223,3 +223,22 @@ def test_full_disk_under_the_records(small_disk: Path, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=f"cannot write records: No space left on device in {small_disk}/out"):
         paceline.run(TRAIN, out=small_disk / "out", arguments=["--steps", "100000"], watcher=Listener(), **settings)
     assert Result.open(small_disk / "out").steps, "what was written before can be read"
+
+
+@pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)"])
+def test_what_a_script_has_done_at_exit_is_done(tmp_path: Path, ending: str) -> None:
+    """When it ends, as by its own process: with its arguments, and before the run is over."""
+    text = f"""
+import atexit
+import sys
+from pathlib import Path
+
+import paceline
+
+worker = paceline.init()
+atexit.register(lambda: Path(sys.argv[1], str(worker.rank)).touch())
+{ending}
+"""
+    run_text(tmp_path, text, workers=2, arguments=[str(tmp_path)])
+    assert (tmp_path / "0").exists()
+    assert (tmp_path / "1").exists()

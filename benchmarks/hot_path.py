@@ -4,7 +4,8 @@ Every worker process holds one model for each contender and trains windows of th
 of the machine's mood meets all of them. `plain` is PyTorch alone; `lockstep` adds a meeting of all workers after each
 step and nothing else; `ddp-gloo` is PyTorch's own DistributedDataParallel; `-unchecked` leaves out all that watches
 over the script (docs/script.md); `elastic` is all-reduce with `--elastic`, in which nobody dies. Ratios are of windows
-within a round: their median, and the quartiles.
+within a round: their median, and the quartiles. Processes keep the memory that they free, as workers of a run do
+(`paceline/memory.py`).
 
     python benchmarks/hot_path.py --model convnet --batch-size 100
     python benchmarks/hot_path.py --model resnet18 --batch-size 4 --steps 6
@@ -34,6 +35,8 @@ from hot_path_contenders import CONTENDERS, DDP, MEETING_BY_ADDRESS, PLAIN, STRA
 from peers.workload import share_cores
 from report import tell
 from rich.table import Table
+
+from paceline.memory import keep_freed_memory
 
 COMPARISONS = (
     ("lockstep", "plain"),
@@ -67,6 +70,7 @@ def work(
     """A worker process: windows of `steps` steps of each contender, in turn; sends the seconds of each round. If it
     counts checks, these are the core's: of plain steps, and of the others' checks."""
     share_cores(size)
+    keep_freed_memory()
     worker = Worker(rank, size, line, done, model, batch_size, servers, torch.device(device))
     contenders = {name: worker.step_of(name) for name in names}
     line.send("ready")

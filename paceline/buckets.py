@@ -92,8 +92,8 @@ class GradientBuckets:
         self.missing = self._num_gradients.copy()
         """Gradients of each bucket that are to come in this pass."""
         self._next_bucket = 0
-        self.is_any_full = False
-        """Whether a bucket before the last one is."""
+        self.is_next_full = False
+        """Whether a bucket is full, and leaves when the next gradient comes."""
         self.in_backward = False
         """Whether a pass is under way that has brought one of the gradients."""
         self._tell = Telling()
@@ -192,7 +192,7 @@ class GradientBuckets:
             self._announce()
         self._next_bucket = 0
         self.missing = self._num_gradients.copy()
-        self.is_any_full = self.in_backward = False
+        self.is_next_full = self.in_backward = False
 
     def take(self, index: int) -> None:
         """Backward has computed this gradient."""
@@ -204,7 +204,7 @@ class GradientBuckets:
             # The engine runs queued callbacks when the whole backward pass is done, before it returns.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         # Those that the gradient before this one has filled: by now a script's own hooks on that one have run as well.
-        while self.is_any_full and self._is_full() and not self.waits:
+        while self._is_full() and not self.waits:
             self._announce()
         bucket = self._bucket_of[index]
         self.missing[bucket] -= 1
@@ -214,13 +214,13 @@ class GradientBuckets:
                 f"the gradient of {name!r} was computed twice in one backward pass, or the one before it failed; "
                 "torch.utils.checkpoint does so with use_reentrant=True: give it use_reentrant=False"
             )
-        if self.missing[bucket] == 0 and bucket < len(self.missing) - 1:  # the last one leaves as the pass ends
-            self.is_any_full = True
-            while self._is_full() and not self.waits and self._has_no_other_hooks(self._next_bucket):
-                self._announce()
+        while self._is_full() and not self.waits and self._has_no_other_hooks(self._next_bucket):
+            self._announce()
+        self.is_next_full = self._is_full()
 
     def _is_full(self) -> bool:
-        return self._next_bucket < len(self.missing) and self.missing[self._next_bucket] == 0
+        """Whether the next bucket is. The last one leaves as the pass ends."""
+        return self._next_bucket < len(self.missing) - 1 and self.missing[self._next_bucket] == 0
 
     def _has_no_other_hooks(self, bucket: int) -> bool:
         """Whether nobody but Paceline looks at the bucket's gradients as they come."""
@@ -355,7 +355,7 @@ class _Arrival:
         if buckets is None:
             return
         missing = buckets.missing
-        is_counted = buckets.in_backward and buckets.is_synchronizing and not buckets.is_any_full
+        is_counted = buckets.in_backward and buckets.is_synchronizing and not buckets.is_next_full
         if is_counted and missing[self._bucket] > self._fills_with:
             missing[self._bucket] -= 1
             return

@@ -101,6 +101,19 @@ def test_buckets_are_announced_during_backward() -> None:
     assert order.index("bucket 0") < order.index("first layer")
 
 
+def test_most_gradients_are_only_counted() -> None:
+    """Three buckets of four: the first gradient begins the pass, and two fill a bucket that leaves before its end."""
+    script = Script(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(12))), bucket_bytes=4 * 4 * 4 * 4)
+    taken: list[int] = []
+    take = script.buckets.take
+    script.buckets.take = lambda index: (taken.append(index), take(index))  # type: ignore[method-assign, assignment]
+    for _ in range(2):
+        taken.clear()
+        backward(script.model, torch.ones(1, 4))
+        assert taken == [11, 8, 4]
+    assert script.announced == [0, 1, 2, "end"] * 2
+
+
 @given(seed=st.integers(0, 2**32))
 def test_the_order_of_buckets_does_not_depend_on_that_of_gradients(seed: int) -> None:
     script = Script(Branches(), bucket_bytes=1)

@@ -12,9 +12,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 from paceline.comm.algorithms.pieces import exchange
 from paceline.comm.base import Collective
+from paceline.comm.process_group.collective import connect_gloo
 from paceline.comm.wire import Caller, Keys
 from paceline.engines.ray.nodes import own_address
 from paceline.engines.world import current
@@ -31,9 +33,8 @@ from paceline.server.tables.spec import RowGradients, TableSpec
 from paceline.server.tables.table import Table
 
 _NUM_PINGS = 40
-_FEW = 3
-"""Messages at a time, whose processor time is measured. Of one at a time, 1.1 to 1.6 ms on two hosts with a core each,
-a part is falling asleep and waking, which busy cores do less: in rings of eight hosts on two cores it was 1.0 ms."""
+BURST = 7
+"""Messages at a time, beside single ones: as many as each of eight workers sends in a coded average."""
 _TEXT_BYTES = 256  # of a text that two ranks give each other, which is shorter
 _STREAM_S = 0.8  # how long a measured stream lasts, at the rate of the first pieces
 _MIN_PIECES, _MAX_PIECES = 8, 128
@@ -63,9 +64,12 @@ class PairReport:
     """Rate at which pieces are pushed to a server."""
     piece_s: float
     """Seconds that a request with a piece takes longer than an empty one, there and back, after a silence."""
+    burst_s: float
+    """Seconds in which they send each other `BURST` such messages, one right after the other."""
     message_core_s: float
-    """Processor time of one end, of a message sent and one received, of a few at a time; with caches that hold other
-    things."""
+    """Processor time of one end, of a message sent and one received, with caches that hold other things."""
+    burst_core_s: float
+    """The same of `BURST` messages sent, and as many received."""
     exchange: ExchangeCost
     """What an exchange with a parameter server there costs."""
 
@@ -81,7 +85,11 @@ class NetworkReport:
     operation_s: float
     """Seconds of a small all-reduce among all ranks."""
     operation_core_s: float
-    """Processor time that this rank needs for one. A few are timed together, while caches hold other things."""
+    """Processor time that this rank needs for one, while caches hold other things."""
+    lone_operation_s: float
+    """Seconds of one in which this rank has nobody to meet; where all are on one host, of one with these."""
+    lone_operation_core_s: float
+    """The same of processor time."""
     coding_s: float
     """Seconds of one of a codec's operations on a small tensor, besides its bytes."""
     shared_bytes_per_s: float
@@ -159,21 +167,24 @@ class _Measurement:
             echo.close()
         small, large = torch.zeros(1024), torch.zeros(_MEMORY_BYTES // 4)
 
-        def reduce() -> None:
-            collective.all_reduce(small, op="mean").wait()
+        def reduce(among: Collective = collective) -> None:
+            among.all_reduce(small, op="mean").wait()
 
-        def reduce_few() -> None:
-            for _ in range(_FEW):
-                reduce()
-
-        operation_s = mean_s(reduce, _NUM_PINGS)
+        operation_s, operation_core_s = mean_s(reduce, _NUM_PINGS), _core_s(reduce)
+        lone_s, lone_core_s = operation_s, operation_core_s
+        if not self._is_one_host(places):
+            lone = connect_gloo(HashStore(), rank=0, size=1, address=self._address)
+            lone_s, lone_core_s = mean_s(partial(reduce, lone), _NUM_PINGS), _core_s(partial(reduce, lone))
+            lone.close()
         return NetworkReport(
             self._address,
             collective.rank,
             tuple(found),
             packing_bytes_per_s,
             operation_s,
-            _core_s(reduce_few) / _FEW,
+            operation_core_s,
+            lone_s,
+            lone_core_s,
             coding.operation_s(),
             large.nbytes / median_s(lambda: collective.all_reduce(large, op="mean").wait(), 2)
             if self._is_one_host(places)
@@ -219,9 +230,9 @@ class _Measurement:
     def _measure(self, other: int, address: str, port: int, endpoint: str, *, cost: ExchangeCost) -> PairReport:
         collective = self._collective
         latency_s = _plain_latency_s(address, port)
-        swap, swap_few = partial(self._swap, other), partial(self._swap_few, other)
-        message_s = mean_s(swap, _NUM_PINGS)
-        message_core_s = _core_s(swap_few) / _FEW
+        swaps = [partial(self._swap, other, count) for count in (1, BURST)]
+        message_s, burst_s = (mean_s(swap, _NUM_PINGS) for swap in swaps)
+        message_core_s, burst_core_s = (_core_s(swap) for swap in swaps)
         num_pieces = int(self._stream(other, _FIRST_PIECES))
         bytes_per_s = self._stream(other, num_pieces)
         caller = Caller(self._keys, endpoint=endpoint, identity=f"worker-{collective.rank}")
@@ -233,27 +244,33 @@ class _Measurement:
             caller.close()
         self._tell(other, 0)  # all has been pushed
         return PairReport(
-            collective.rank, other, latency_s, message_s, bytes_per_s, pushed_bytes_per_s, piece_s, message_core_s, cost
+            source=collective.rank,
+            destination=other,
+            latency_s=latency_s,
+            message_s=message_s,
+            burst_s=burst_s,
+            message_core_s=message_core_s,
+            burst_core_s=burst_core_s,
+            bytes_per_s=bytes_per_s,
+            pushed_bytes_per_s=pushed_bytes_per_s,
+            piece_s=piece_s,
+            exchange=cost,
         )
 
     def _attend(self, other: int) -> None:
-        emptier = CacheEmptier()
-        for _ in range(_NUM_PINGS):
-            self._swap(other)
-        for _ in range(_NUM_PINGS):
-            emptier()
-            self._swap_few(other)
+        for before in (_nothing, CacheEmptier()):
+            for count in (1, BURST):
+                for _ in range(_NUM_PINGS):
+                    before()
+                    self._swap(other, count)
         rate = self._take_stream(other, _FIRST_PIECES)
         num_pieces = int(min(max(_MIN_PIECES, _STREAM_S * rate / FRAME_BYTES), _MAX_PIECES))
         self._tell(other, num_pieces)
         self._tell(other, self._take_stream(other, num_pieces))
         self._hear(other)
 
-    def _swap(self, other: int) -> None:
-        exchange(self._collective, torch.zeros(1), destination=other, incoming=torch.zeros(1), source=other)
-
-    def _swap_few(self, other: int) -> None:
-        words = torch.zeros(2, _FEW)
+    def _swap(self, other: int, count: int) -> None:
+        words = torch.zeros(2, count)
         works = [self._collective.recv(word, source=other) for word in words[0].split(1)]
         works += [self._collective.send(word, destination=other) for word in words[1].split(1)]
         for work in works:
@@ -290,6 +307,10 @@ class _Measurement:
         mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         exchange(self._collective, mine, destination=other, incoming=theirs, source=other)
         return bytes(theirs.tolist()).rstrip(b"\0").decode()
+
+
+def _nothing() -> None:
+    """In place of emptying caches."""
 
 
 def _ask(caller: Caller, count: int, piece: bytes) -> float:

@@ -7,8 +7,9 @@ from statistics import fmean, median
 
 from paceline.cluster.description import Cluster, Communication, Compute, Hosts, Servers
 from paceline.messages import FRAME_BYTES
+from paceline.probing.bursts import BURST
 from paceline.probing.step_times import StepReport
-from paceline.probing.traffic import BURST, NetworkReport, PairReport
+from paceline.probing.traffic import NetworkReport, PairReport
 
 ALIKE = 0.15
 """Hosts whose numbers differ by less are described as one kind: two measurements of the same one do, too."""
@@ -52,10 +53,10 @@ def fit(
         median(report.lone_operation_core_s for report in network),
         num_hosts=len(hosts),
     )
-    message_s, message_core_s = (
-        median(pair.message_s for pair in pairs),
-        median(pair.message_core_s for pair in pairs),
-    )
+    message_s = median(pair.message.message_s for pair in pairs)
+    burst_s = median(pair.message.burst_s for pair in pairs)
+    message_core_s = median(pair.message.message_core_s for pair in pairs)
+    burst_core_s = median(pair.message.burst_core_s for pair in pairs)
     return Cluster(
         about=about,
         hosts=tuple(_merged(kinds)),
@@ -71,11 +72,13 @@ def fit(
             hop_us=_us(hop_s),
             hop_core_us=_us(hop_core_s),
             coding_us=_us(median(report.coding_s for report in network)),
-            message_us=_us(max(0.0, median(pair.message_s - pair.latency_s for pair in pairs))),
-            further_message_us=_us(_further_s(message_s, median(pair.burst_s for pair in pairs))),
+            message_us=_us(max(0.0, median(pair.message.message_s - pair.latency_s for pair in pairs))),
+            further_message_us=_us(_further_s(message_s, burst_s)),
             request_us=_us(_request_s(pairs) / 2),
             message_core_us=_us(message_core_s),
-            further_message_core_us=_us(_further_s(message_core_s, median(pair.burst_core_s for pair in pairs))),
+            further_message_core_us=_us(
+                _further_s(message_core_s, median(pair.message.burst_core_s for pair in pairs))
+            ),
             request_core_us=_us(median(pair.exchange.request_core_s for pair in pairs)),
             row_request_us=_us(_row_request_s(pairs) / 2),
             row_request_core_us=_us(median(pair.exchange.row_request_core_s for pair in pairs)),

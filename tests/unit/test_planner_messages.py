@@ -128,8 +128,8 @@ def test_who_posts_little_on_a_quiet_core_is_not_held_up() -> None:
 
 
 def test_a_trees_messages_come_level_by_level() -> None:
-    """Few are under way at a time, so that they hardly meet at a core. While one child takes a message in, its parent is
-    at the other child's."""
+    """Few are under way at a time, so that they hardly meet at a core. While one child takes a message in, its
+    parent is at the other child's."""
     alone, shared = (
         predict(cluster_of(cores), strategy="all-reduce", workers=4, work=WORK, options={"algorithm": "tree"})
         for cores in (None, 1)

@@ -21,6 +21,7 @@ from paceline.errors import RunFailed, UsageError
 from paceline.probing import measuring
 from paceline.probing import step_times as steps
 from paceline.probing import traffic as network
+from paceline.probing.bursts import MessageCost
 from paceline.probing.exchanging import ExchangeCost
 from paceline.probing.fitting import ASSUMED_INCAST, MOST_HANDLING, HostFacts, fit
 from paceline.probing.step_times import StepReport
@@ -30,10 +31,12 @@ from paceline.probing.traffic import NetworkReport, PairReport
 def pair(source: int, destination: int, **changes: float) -> PairReport:
     numbers = {
         "latency_s": 50e-6,
-        "message_s": 80e-6,
         "bytes_per_s": 125e6,
         "pushed_bytes_per_s": 120e6,
         "piece_s": 20e-3,
+    }
+    message = {
+        "message_s": 80e-6,
         "burst_s": 80e-6 + 6 * 15e-6,
         "message_core_s": 20e-6,
         "burst_core_s": 20e-6 + 6 * 5e-6,
@@ -46,9 +49,10 @@ def pair(source: int, destination: int, **changes: float) -> PairReport:
         "row_request_core_s": 700e-6,
         "row_request_variation": 0.3,
     }
-    changed = {**numbers, **cost, **changes}
+    changed = {**numbers, **message, **cost, **changes}
     exchange = ExchangeCost(**{name: changed.pop(name) for name in cost})
-    return PairReport(source, destination, exchange=exchange, **changed)
+    messages = MessageCost(**{name: changed.pop(name) for name in message})
+    return PairReport(source, destination, message=messages, exchange=exchange, **changed)
 
 
 def reports(count: int, changes: dict[tuple[int, int], dict[str, float]] | None = None) -> list[NetworkReport]:

@@ -76,9 +76,7 @@ def fit(
             further_message_us=_us(_further_s(message_s, burst_s)),
             request_us=_us(_request_s(pairs) / 2),
             message_core_us=_us(message_core_s),
-            further_message_core_us=_us(
-                _further_s(message_core_s, median(pair.message.burst_core_s for pair in pairs))
-            ),
+            further_message_core_us=_us(_further_s(message_core_s, burst_core_s)),
             request_core_us=_us(median(pair.exchange.request_core_s for pair in pairs)),
             row_request_us=_us(_row_request_s(pairs) / 2),
             row_request_core_us=_us(median(pair.exchange.row_request_core_s for pair in pairs)),

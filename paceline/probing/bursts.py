@@ -52,7 +52,7 @@ def peers(swap: Callable[[str], str], *, address: str, is_first: bool) -> Iterat
         is_first: the other rank says the reverse.
     """
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False) if is_first else None
-    said = swap(f"{address} {store.port}" if store is not None else "")
+    said = swap(f"{address} {store.port if store is not None else 0}")
     if store is None:
         host, port = said.split()
         store = TCPStore(host, int(port), is_master=False)

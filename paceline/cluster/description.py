@@ -202,7 +202,10 @@ class Servers:
 class Communication:
     """What exchanges cost besides what passes the links: `[communication]`. Nothing, unless it says so."""
 
-    operation_us: float = setting("a worker is at a collective operation, besides its messages", 0.0, least=0)
+    operation_us: float = setting("a worker is at a collective operation, besides its hops", 0.0, least=0)
+    operation_core_us: float = setting(
+        "of a core's time that this takes; counts where hosts share cores, as message_core_us does", 0.0, least=0
+    )
     hop_us: float = setting(
         "a tensor takes at least from one host to the next in a collective operation, however small it is; counts "
         "where hosts share no cores",
@@ -219,11 +222,20 @@ class Communication:
         "of a core's time that each operation of a codec takes on a host of speed 1, besides its bytes", 0.0, least=0
     )
     message_us: float = setting("a worker is at sending another one a message", 0.0, least=0)
+    further_message_us: float | None = setting(
+        "a worker is at sending a message right after another one; none: message_us", None, least=0
+    )
     request_us: float = setting("a worker is at asking its servers and taking what they answer", 0.0, least=0)
     message_core_us: float = setting(
         "of a core's time, at both ends, that a message from one worker to another takes; counts where hosts share "
         "cores, as request_core_us does",
         0.0,
+        least=0,
+    )
+    further_message_core_us: float | None = setting(
+        "of a core's time, at both ends, that a message takes which is sent right after another one; none: "
+        "message_core_us",
+        None,
         least=0,
     )
     request_core_us: float = setting(
@@ -267,6 +279,20 @@ class Communication:
     def __post_init__(self) -> None:
         if self.loss >= 1:
             raise UsageError(f"loss is a part of the messages, below 1, not {self.loss}")
+        if self.further_message_core_s > self.message_core_us * 1e-6:
+            raise UsageError(
+                f"further_message_core_us is of messages that take no longer than the first one, so at most "
+                f"{self.message_core_us:g} (message_core_us), not {self.further_message_core_us:g}"
+            )
+
+    @property
+    def further_message_s(self) -> float:
+        return (self.message_us if self.further_message_us is None else self.further_message_us) * 1e-6
+
+    @property
+    def further_message_core_s(self) -> float:
+        us = self.message_core_us if self.further_message_core_us is None else self.further_message_core_us
+        return us * 1e-6
 
     @property
     def coding_s(self) -> float:

@@ -30,7 +30,7 @@ def time_s(algorithm: str, setting: Setting, num_bytes: float) -> float:
     size = len(ranks)
     if size == 1:
         return 0.0
-    pieces = {"piece_bytes": float(PIECE_BYTES), "message_s": setting.message_s}
+    pieces = {"piece_bytes": float(PIECE_BYTES), **setting.posting}
     if algorithm == "ring":
         return sum(setting.ring_of_ranks.parts_s(num_bytes))
     if algorithm == "naive-ring":  # half as many rounds, with n times the bytes
@@ -50,11 +50,11 @@ def time_s(algorithm: str, setting: Setting, num_bytes: float) -> float:
         one_way_s = fabric.busiest(_among_all(setting, num_bytes / size)).busy_s
         rate = (size - 1) * num_bytes / (size * one_way_s)
         alone_s = costs.all_to_all_s(size, num_bytes, bytes_per_s=rate, latency_s=latency_s, **pieces)
-        num_messages = 2 * (size - 1) * math.ceil(num_bytes / size / PIECE_BYTES)
-        return max(alone_s, num_messages * setting.message_turn_s(ranks))
+        num_messages = (size - 1) * math.ceil(num_bytes / size / PIECE_BYTES)
+        return max(alone_s, 2 * setting.burst_turn_s(ranks, num_messages))
     parents, children = (ranks[ends] for ends in setting.trees.edges)
     one_way_s = fabric.busiest(fabric.messages(children, parents, num_bytes / 2)).busy_s
-    return setting.trees.time_s(num_bytes, one_way_s=one_way_s, message_s=setting.message_s)
+    return setting.trees.time_s(num_bytes, one_way_s=one_way_s, **setting.posting)
 
 
 def loads(algorithm: str, setting: Setting, num_bytes: float) -> Loads:

@@ -94,8 +94,8 @@ def coded_mean(
         among = fabric.everyone_to_everyone(hosts, hosts, sent) + fabric.messages(hosts, hosts, -sent)
         time_s += rounds * float(fabric.farthest_s(hosts, hosts).max())
         each_s = fabric.busiest(among).busy_s / (size - 1)
-        alone_s = costs.burst_s(size - 1, each_s=each_s, message_s=setting.message_s)
-        time_s += rounds * max(alone_s, (size - 1) * setting.message_turn_s(hosts))
+        alone_s = costs.burst_s(size - 1, each_s=each_s, **setting.posting)
+        time_s += rounds * max(alone_s, setting.burst_turn_s(hosts, size - 1))
         loads = loads + among * rounds
     if scope == "links" and setting.ring.num_inner.any():  # the ranks of a host hand theirs to the first, and back
         inner = fabric.messages(leaders, leaders, setting.ring.num_inner.astype(np.float64) * 2 * work.parameter_bytes)

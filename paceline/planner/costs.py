@@ -35,10 +35,11 @@ def halving_doubling_s(num_ranks: int, num_bytes: float, *, bytes_per_s: float, 
     return folding_s + 2 * (paired - 1) / paired * num_bytes / bytes_per_s + 2 * levels * latency_s
 
 
-def burst_s(num_messages: int, *, each_s: float, message_s: float = 0.0) -> float:
-    """A rank posts k messages, c = `message_s` each, and each keeps its card busy for t = `each_s`:
-    c + t + (k - 1) max(c, t) until the last has left."""
-    return message_s + each_s + (num_messages - 1) * max(message_s, each_s)
+def burst_s(num_messages: int, *, each_s: float, message_s: float = 0.0, further_s: float | None = None) -> float:
+    """A rank posts k messages, the first one in c = `message_s` and each other one in c' = `further_s` (none: c, too).
+    Each keeps its card busy for t = `each_s`: c + t + (k - 1) max(c', t) until the last has left."""
+    further_s = message_s if further_s is None else further_s
+    return message_s + each_s + (num_messages - 1) * max(further_s, each_s)
 
 
 def reduce_broadcast_s(
@@ -49,6 +50,7 @@ def reduce_broadcast_s(
     latency_s: float = 0.0,
     piece_bytes: float = math.inf,
     message_s: float = 0.0,
+    further_s: float | None = None,
 ) -> float:
     """All to one rank and back: (n - 1) M / B in, as much out, which begins with the first piece that is reduced
     (Dean and Ghemawat, "MapReduce", OSDI 2004, section 3.1, with one reducer)."""
@@ -56,7 +58,7 @@ def reduce_broadcast_s(
         return 0.0
     piece_bytes = min(piece_bytes, num_bytes)
     piece_s = piece_bytes / bytes_per_s
-    out_s = burst_s(num_ranks - 1, each_s=piece_s, message_s=message_s)
+    out_s = burst_s(num_ranks - 1, each_s=piece_s, message_s=message_s, further_s=further_s)
     return message_s + pipeline_s([(num_ranks - 1) * piece_s, out_s], num_bytes / piece_bytes) + 2 * latency_s
 
 
@@ -68,6 +70,7 @@ def all_to_all_s(
     latency_s: float = 0.0,
     piece_bytes: float = math.inf,
     message_s: float = 0.0,
+    further_s: float | None = None,
 ) -> float:
     """By direct exchange, everyone with everyone: 2 (n - 1) M / (n B) + 2 L (Thakur, Rabenseifner and Gropp,
     section 4.4, all pairs at once), which is what servers on every worker's host cost, too."""
@@ -76,7 +79,7 @@ def all_to_all_s(
     piece_bytes = min(piece_bytes, num_bytes / num_ranks)
     pieces = math.ceil(num_bytes / num_ranks / piece_bytes)
     each_s = num_bytes / num_ranks / pieces / bytes_per_s
-    return 2 * (burst_s((num_ranks - 1) * pieces, each_s=each_s, message_s=message_s) + latency_s)
+    return 2 * (burst_s((num_ranks - 1) * pieces, each_s=each_s, message_s=message_s, further_s=further_s) + latency_s)
 
 
 def pipeline_s(stages_s: Sequence[float], num_pieces: float) -> float:

@@ -27,7 +27,7 @@ class Round:
     senders: Numbers
     receivers: Numbers
     posting_s: Floats
-    """How long the sender of each is at posting all of its own."""
+    """How long the sender of each is at posting all of its own, until the last has been taken in."""
     core_s: Floats
     """Seconds of a shared core that each worker needs to send and to take its messages."""
     turns_s: float
@@ -70,15 +70,14 @@ def _round(traffic: Neighbouring, step: int, setting: Setting) -> Round:
     senders, receivers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     hosts = np.array(setting.places.workers)
     here, there = hosts[senders], hosts[receivers]
-    num_sent: Floats = np.bincount(senders, minlength=size).astype(np.float64)
-    sent_core_s, taken_core_s = setting.ends_core_s(here, there)
-    own_core_s: Floats = np.zeros(size)
-    np.add.at(own_core_s, senders, sent_core_s)
-    np.add.at(own_core_s, receivers, taken_core_s)
+    bursts = np.array([setting.costs.burst(count) for count in np.bincount(senders, minlength=size).tolist()])
+    posted_s: Floats = bursts[:, 0] + setting.costs.taken_core_s
+    own_core_s: Floats = bursts[:, 1]
+    np.add.at(own_core_s, receivers, np.where(here != there, setting.costs.taken_core_s, 0.0))
     return Round(
         senders,
         receivers,
-        posting_s=num_sent[senders] * setting.message_s,
+        posting_s=posted_s[senders],
         core_s=own_core_s,
         turns_s=float(np.bincount(setting.cores, own_core_s).max()),
         way_s=num_bytes / fabric.shares_per_s(here, there) + fabric.latency_s(here, there),

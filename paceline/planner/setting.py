@@ -11,6 +11,7 @@ import numpy as np
 
 from paceline.cluster.description import Cluster
 from paceline.cluster.placement import Places, place
+from paceline.cluster.worker_costs import WorkerCosts
 from paceline.engines.virtual.computing.durations import StepCost
 from paceline.engines.virtual.network.wiring import MEMORY_LATENCY_S
 from paceline.errors import UsageError
@@ -45,14 +46,19 @@ class RingReduction:
             return float("inf")
         return float(self.fabric.shares_per_s(self.leaders, np.roll(self.leaders, -1)).min())
 
-    @cached_property
-    def hop_latencies_s(self) -> Floats:
-        return self.fabric.latency_s(self.leaders, np.roll(self.leaders, -1)) + self.message_s
+    def hop_latencies_s(self, num_bytes: float) -> Floats:
+        """What each hop takes besides passing its part of the tensor. A card makes up for being idle meanwhile by what
+        it lets pass at once after a silence."""
+        idle_s = self.fabric.latency_s(self.leaders, np.roll(self.leaders, -1)) + self.message_s
+        at_once_bytes = np.minimum(self.fabric.burst_bytes[self.leaders], num_bytes / len(self.leaders))
+        found: Floats = np.maximum(0.0, idle_s - at_once_bytes / self.hop_bytes_per_s)
+        return found
 
     def parts_s(self, num_bytes: float) -> tuple[float, float]:
         """How long it keeps its busiest link or memory busy, and how much longer it takes."""
         ring_s = costs.ring_s(len(self.leaders), num_bytes, bytes_per_s=self.hop_bytes_per_s)
-        latency_s = costs.ring_s(len(self.leaders), 0.0, bytes_per_s=1.0, latency_s=float(self.hop_latencies_s.mean()))
+        hop_s = float(self.hop_latencies_s(num_bytes).mean())
+        latency_s = costs.ring_s(len(self.leaders), 0.0, bytes_per_s=1.0, latency_s=hop_s)
         memory_s = float((self.num_inner * num_bytes / self.fabric.rates.memory[self.leaders]).max())
         hand_over_s = 2 * MEMORY_LATENCY_S * bool(self.num_inner.any())
         busy_s = max(ring_s, 2 * memory_s)
@@ -252,32 +258,37 @@ class Setting:
     def trees(self) -> Trees:
         return Trees.of(np.array(self.places.workers), self.fabric)
 
+    @cached_property
+    def costs(self) -> WorkerCosts:
+        return WorkerCosts.of(self.cluster)
+
     @property
-    def operation_s(self) -> float:
-        """Starting a collective operation holds a worker up for so long."""
-        return self.cluster.communication.operation_us * 1e-6
+    def posting(self) -> dict[str, float]:
+        """What a message takes both ends besides passing links, and how long one right after it holds its sender up."""
+        return {"message_s": self.message_s, "further_s": self.costs.further_message.time_s}
 
     @property
     def message_s(self) -> float:
-        """Posting a message holds a worker up for so long."""
-        return self.cluster.communication.message_us * 1e-6
+        """What a lone message takes both ends besides passing links."""
+        return self.costs.message.time_s + self.costs.taken_core_s
+
+    @cached_property
+    def operation_s(self) -> float:
+        """Starting a collective operation holds workers up for so long, until the last of a core that they share has
+        done it."""
+        own_s, core_s = self.costs.operation
+        return own_s + max(0, self._most_on_a_core(np.array(self.places.workers)) - 1) * core_s
 
     def hop_s(self, hosts: Numbers) -> float:
         """The least that a collective operation takes to pass something on from each of these hosts to another."""
         costs, most = self.cluster.communication, self._most_on_a_core(hosts)
         return (most * costs.hop_core_us if most else costs.hop_us) * 1e-6
 
-    def message_turn_s(self, hosts: Numbers) -> float:
-        """The least that it takes a worker of each of these hosts to send another one a message: cores that hosts share
-        handle both ends of all of them, one after the other."""
-        return self._most_on_a_core(hosts) * self.cluster.communication.message_core_us * 1e-6
-
-    def ends_core_s(self, senders: Numbers, receivers: Numbers) -> tuple[Floats, Floats]:
-        """Seconds of a shared core that each message takes at its sender and at its receiver; 0 where hosts share no
-        cores. A message that stays on its host takes the sender as long, and the receiver nothing."""
-        shares = self.cluster.shared_cores is not None
-        half_s = self.cluster.communication.message_core_us * 1e-6 / 2 * shares
-        return np.full(len(senders), half_s), np.where(senders != receivers, half_s, 0.0)
+    def burst_turn_s(self, hosts: Numbers, num_messages: int) -> float:
+        """The least that it takes a worker of each of these hosts to send other ones so many messages: cores that hosts
+        share handle both ends of all of them, one after the other."""
+        ends_s = self.costs.burst(num_messages).core_s + num_messages * self.costs.taken_core_s
+        return self._most_on_a_core(hosts) * ends_s
 
     def message_wait_s(self, senders: Numbers, receivers: Numbers, alone_s: float) -> float:
         """How much longer than `alone_s` it takes until a message from each of these hosts to the one in the same place
@@ -285,7 +296,8 @@ class Setting:
         leaves behind the others."""
         if self.cluster.shared_cores is None:
             return 0.0
-        sending_s, receiving_s = self.ends_core_s(senders, receivers)
+        sending_s = np.full(len(senders), self.costs.message.core_s)
+        receiving_s = np.where(senders != receivers, self.costs.taken_core_s, 0.0)
         leaving_s = np.bincount(senders % self.cluster.shared_cores, sending_s, minlength=self.cluster.shared_cores)
         coming_s = np.bincount(receivers % self.cluster.shared_cores, receiving_s, minlength=self.cluster.shared_cores)
         turn_s, behind_s = float((leaving_s + coming_s).max()), float(leaving_s.max() - sending_s.max())

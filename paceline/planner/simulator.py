@@ -259,7 +259,7 @@ def ring_ends_s(ring: RingReduction, begin_s: Floats, num_bytes: float) -> Float
     if size == 1:
         return begin_s + memory_s
     rounds = 2 * (size - 1)
-    latencies_s = np.tile(ring.hop_latencies_s, 3)
+    latencies_s = np.tile(ring.hop_latencies_s(num_bytes), 3)
     passed_s = np.concatenate([[0.0], np.cumsum(latencies_s)[:-1]])
     heads_s = np.tile(begin_s, 3) - passed_s
     places = np.arange(2 * size, 3 * size)

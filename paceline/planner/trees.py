@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -51,13 +52,14 @@ class Trees:
         """`hosts` are those of the ranks."""
         return cls(tuple(_levels(tree, hosts, fabric) for tree in edges(len(hosts))), len(hosts))
 
-    def time_s(self, num_bytes: float, *, one_way_s: float, message_s: float) -> float:
+    def time_s(self, num_bytes: float, *, one_way_s: float, message_s: float, further_s: float) -> float:
         """If all ranks begin at once. `one_way_s`: the busiest link's time for what goes up in both trees."""
         half_bytes = num_bytes / 2
         piece_bytes = min(PIECE_BYTES, half_bytes)
+        down_s = partial(_down_s, further_s=further_s)
         ways_s = [
             max(way_s(tree, half_bytes, piece_bytes, size=self.size, message_s=message_s) for tree in self.levels)
-            for way_s in (_up_s, _down_s)
+            for way_s in (_up_s, down_s)
         ]
         several = 1 - piece_bytes / half_bytes  # of the pieces, those that come behind another
         return sum(ways_s) + several * _uneven_s(self.size, one_way_s, one_way_s * piece_bytes / num_bytes)
@@ -102,24 +104,26 @@ def _joined_s(level: Level, ready_s: Floats, num_bytes: float) -> Floats:
     return joined_s
 
 
-def _down_s(levels: Sequence[Level], num_bytes: float, piece_bytes: float, *, size: int, message_s: float) -> float:
+def _down_s(
+    levels: Sequence[Level], num_bytes: float, piece_bytes: float, *, size: int, message_s: float, further_s: float
+) -> float:
     """When every rank has so many bytes that the root had."""
     first_s, last_s = np.zeros(size), np.zeros(size)
     last_bytes = num_bytes % piece_bytes or piece_bytes
     for level in levels:
         begin_s, end_s = first_s[level.parents], last_s[level.parents]
-        all_s = begin_s + _sent_s(level, num_bytes, message_s)
-        first_s[level.children] = begin_s + _sent_s(level, piece_bytes, message_s)
-        last_s[level.children] = np.maximum(all_s, end_s + _sent_s(level, last_bytes, message_s))
+        all_s = begin_s + _sent_s(level, num_bytes, message_s, further_s)
+        first_s[level.children] = begin_s + _sent_s(level, piece_bytes, message_s, further_s)
+        last_s[level.children] = np.maximum(all_s, end_s + _sent_s(level, last_bytes, message_s, further_s))
     return float(last_s.max())
 
 
-def _sent_s(level: Level, num_bytes: float, message_s: float) -> Floats:
+def _sent_s(level: Level, num_bytes: float, message_s: float, further_s: float) -> Floats:
     """How long sending so many bytes to each child takes: a link serves siblings in turns, chunk by chunk."""
     alone_s = level.down_s * num_bytes
     last_s = level.down_s * (num_bytes % CHUNK_BYTES or CHUNK_BYTES)
-    together_s = alone_s + (level.num_siblings - 1) * np.maximum(alone_s, message_s)
-    sent_s: Floats = together_s - level.num_later * np.maximum(last_s, message_s) + message_s + level.latency_s
+    together_s = alone_s + (level.num_siblings - 1) * np.maximum(alone_s, further_s)
+    sent_s: Floats = together_s - level.num_later * np.maximum(last_s, further_s) + message_s + level.latency_s
     return sent_s
 
 

@@ -7,6 +7,7 @@ from statistics import fmean, median
 
 from paceline.cluster.description import Cluster, Communication, Compute, Hosts, Servers
 from paceline.messages import FRAME_BYTES
+from paceline.probing.bursts import BURST
 from paceline.probing.step_times import StepReport
 from paceline.probing.traffic import NetworkReport, PairReport
 
@@ -42,7 +43,20 @@ def fit(
     pairs = [pair for report in network for pair in report.pairs]
     is_one = len(hosts) == 1
     kinds = [_one_host(hosts[0], network, pairs)] if is_one else _each_host(hosts, steps, network, pairs)
-    num_hops = 2 * (len(hosts) - 1)  # of a small all-reduce, one after the other
+    operation_s, hop_s = _parts(
+        median(report.operation_s for report in network),
+        median(report.lone_operation_s for report in network),
+        num_hosts=len(hosts),
+    )
+    operation_core_s, hop_core_s = _parts(
+        median(report.operation_core_s for report in network),
+        median(report.lone_operation_core_s for report in network),
+        num_hosts=len(hosts),
+    )
+    message_s = median(pair.message.message_s for pair in pairs)
+    burst_s = median(pair.message.burst_s for pair in pairs)
+    message_core_s = median(pair.message.message_core_s for pair in pairs)
+    burst_core_s = median(pair.message.burst_core_s for pair in pairs)
     return Cluster(
         about=about,
         hosts=tuple(_merged(kinds)),
@@ -53,13 +67,16 @@ def fit(
             row_request_us=_us(_row_request_s(pairs) / 2),
         ),
         communication=Communication(
-            operation_us=_us(median(report.operation_s for report in network)) if is_one else 0.0,
-            hop_us=0.0 if is_one else _us(median(report.operation_s for report in network) / num_hops),
-            hop_core_us=0.0 if is_one else _us(median(report.operation_core_s for report in network) / num_hops),
+            operation_us=_us(operation_s),
+            operation_core_us=_us(operation_core_s),
+            hop_us=_us(hop_s),
+            hop_core_us=_us(hop_core_s),
             coding_us=_us(median(report.coding_s for report in network)),
-            message_us=_us(max(0.0, median(pair.message_s - pair.latency_s for pair in pairs))),
+            message_us=_us(max(0.0, median(pair.message.message_s - pair.latency_s for pair in pairs))),
+            further_message_us=_us(_further_s(message_s, burst_s)),
             request_us=_us(_request_s(pairs) / 2),
-            message_core_us=_us(median(pair.message_core_s for pair in pairs)),
+            message_core_us=_us(message_core_s),
+            further_message_core_us=_us(_further_s(message_core_s, burst_core_s)),
             request_core_us=_us(median(pair.exchange.request_core_s for pair in pairs)),
             row_request_us=_us(_row_request_s(pairs) / 2),
             row_request_core_us=_us(median(pair.exchange.row_request_core_s for pair in pairs)),
@@ -216,6 +233,19 @@ def _are_alike(one: Hosts, other: Hosts) -> bool:
 
 def _are_close(one: float, other: float) -> bool:
     return abs(one - other) <= ALIKE * max(one, other)
+
+
+def _parts(operation_s: float, lone_s: float, *, num_hosts: int) -> tuple[float, float]:
+    """What an operation takes by itself, and for each of the hops that follow one another in it. What varies does not
+    make it take less with others than without."""
+    num_hops = 2 * (num_hosts - 1)
+    own_s = min(lone_s, operation_s)
+    return own_s, (operation_s - own_s) / num_hops if num_hops else 0.0
+
+
+def _further_s(message_s: float, burst_s: float) -> float:
+    """What each message of a burst takes but the first one, and no more than that."""
+    return min(message_s, max(0.0, burst_s - message_s) / (BURST - 1))
 
 
 def _request_s(pairs: Sequence[PairReport]) -> float:

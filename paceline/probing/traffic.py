@@ -12,28 +12,28 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 from paceline.comm.algorithms.pieces import exchange
 from paceline.comm.base import Collective
+from paceline.comm.process_group.collective import connect_gloo
 from paceline.comm.wire import Caller, Keys
 from paceline.engines.ray.nodes import own_address
 from paceline.engines.world import current
 from paceline.messages import FRAME_BYTES, Kind, Message
-from paceline.probing import coding
+from paceline.probing import bursts, coding
+from paceline.probing.bursts import MessageCost
 from paceline.probing.echo import EPOCH, PING_BYTES, Echo
 from paceline.probing.exchanging import ExchangeCost, Exchanges
 from paceline.probing.sharing import NUM_TRIES, answered, await_answer, connected, measure_unevenness, unevenness_of
 from paceline.probing.step_times import tell
-from paceline.probing.timing import CacheEmptier, mean_s, median_s
+from paceline.probing.timing import CacheEmptier, core_s, mean_s, median_s
 from paceline.records import Reporter
 from paceline.server.tables.row_optimizers import Adagrad
 from paceline.server.tables.spec import RowGradients, TableSpec
 from paceline.server.tables.table import Table
 
 _NUM_PINGS = 40
-_FEW = 3
-"""Messages at a time, whose processor time is measured. Of one at a time, 1.1 to 1.6 ms on two hosts with a core each,
-a part is falling asleep and waking, which busy cores do less: in rings of eight hosts on two cores it was 1.0 ms."""
 _TEXT_BYTES = 256  # of a text that two ranks give each other, which is shorter
 _STREAM_S = 0.8  # how long a measured stream lasts, at the rate of the first pieces
 _MIN_PIECES, _MAX_PIECES = 8, 128
@@ -55,17 +55,14 @@ class PairReport:
     destination: int
     latency_s: float
     """One way, of 8 bytes over plain TCP."""
-    message_s: float
-    """Seconds in which two ranks send each other 4 bytes at the same time, as in a round of an all-reduce."""
     bytes_per_s: float
     """Rate of a stream between two ranks."""
     pushed_bytes_per_s: float
     """Rate at which pieces are pushed to a server."""
     piece_s: float
     """Seconds that a request with a piece takes longer than an empty one, there and back, after a silence."""
-    message_core_s: float
-    """Processor time of one end, of a message sent and one received, of a few at a time; with caches that hold other
-    things."""
+    message: MessageCost
+    """What small messages cost the two."""
     exchange: ExchangeCost
     """What an exchange with a parameter server there costs."""
 
@@ -81,7 +78,11 @@ class NetworkReport:
     operation_s: float
     """Seconds of a small all-reduce among all ranks."""
     operation_core_s: float
-    """Processor time that this rank needs for one. A few are timed together, while caches hold other things."""
+    """Processor time that this rank needs for one, while caches hold other things."""
+    lone_operation_s: float
+    """Seconds of one in which this rank has nobody to meet; where all are on one host, of one with these."""
+    lone_operation_core_s: float
+    """The same of processor time."""
     coding_s: float
     """Seconds of one of a codec's operations on a small tensor, besides its bytes."""
     shared_bytes_per_s: float
@@ -111,7 +112,10 @@ class MeasuredNetwork:
 
 
 def read(report: Mapping[str, Any]) -> NetworkReport:
-    pairs = tuple(PairReport(**{**pair, "exchange": ExchangeCost(**pair["exchange"])}) for pair in report["pairs"])
+    pairs = tuple(
+        PairReport(**{**pair, "message": MessageCost(**pair["message"]), "exchange": ExchangeCost(**pair["exchange"])})
+        for pair in report["pairs"]
+    )
     return NetworkReport(**{**report, "pairs": pairs})
 
 
@@ -146,11 +150,13 @@ class _Measurement:
                 collective.barrier()
                 for first, second in pairs:
                     if collective.rank in (first, second):
-                        swap = partial(self._swap_text, first if collective.rank == second else second)
+                        other = first if collective.rank == second else second
+                        message = self._messages(other, is_one_host=self._is_one_host(places))
+                        swap = partial(self._swap_text, other)
                         cost = Exchanges(swap, self._keys, self._address, self._reporter, num_sharing).measure()
                     for source, destination in ((first, second), (second, first)):
                         if collective.rank == source:
-                            found.append(self._measure(destination, *places[destination], cost=cost))
+                            found.append(self._measure(destination, *places[destination], message=message, cost=cost))
                         elif collective.rank == destination:
                             self._attend(source)
             unevenness, incast_unevenness = self._unevenness(places), self._incast_unevenness(places)
@@ -159,21 +165,24 @@ class _Measurement:
             echo.close()
         small, large = torch.zeros(1024), torch.zeros(_MEMORY_BYTES // 4)
 
-        def reduce() -> None:
-            collective.all_reduce(small, op="mean").wait()
+        def reduce(among: Collective) -> None:
+            among.all_reduce(small, op="mean").wait()
 
-        def reduce_few() -> None:
-            for _ in range(_FEW):
-                reduce()
-
-        operation_s = mean_s(reduce, _NUM_PINGS)
+        operation_s, operation_core_s = self._timed(partial(reduce, collective))
+        lone_s, lone_core_s = operation_s, operation_core_s
+        if not self._is_one_host(places):
+            lone = connect_gloo(HashStore(), rank=0, size=1, address=self._address)
+            lone_s, lone_core_s = self._timed(partial(reduce, lone))
+            lone.close()
         return NetworkReport(
             self._address,
             collective.rank,
             tuple(found),
             packing_bytes_per_s,
             operation_s,
-            _core_s(reduce_few) / _FEW,
+            operation_core_s,
+            lone_s,
+            lone_core_s,
             coding.operation_s(),
             large.nbytes / median_s(lambda: collective.all_reduce(large, op="mean").wait(), 2)
             if self._is_one_host(places)
@@ -183,6 +192,19 @@ class _Measurement:
             unevenness,
             incast_unevenness,
         )
+
+    def _timed(self, action: Callable[[], object]) -> tuple[float, float]:
+        """Its seconds, and those of processors with caches that hold other things."""
+        return mean_s(action, _NUM_PINGS), core_s(action, _NUM_PINGS)
+
+    def _messages(self, other: int, *, is_one_host: bool) -> MessageCost:
+        """What small messages cost this rank and another one. Ranks of one host have one way to all others."""
+        way = bursts.Way(self._collective, other)
+        if is_one_host:
+            return bursts.measure(way, [way] * bursts.BURST)
+        swap, is_first = partial(self._swap_text, other), self._collective.rank < other
+        with bursts.peers(swap, address=self._address, is_first=is_first) as ways:
+            return bursts.measure(way, ways)
 
     def _unevenness(self, places: Sequence[Sequence[Any]]) -> float | None:
         """Half the ranks measure connections to the other half, then the reverse; none where all are on one host."""
@@ -216,12 +238,11 @@ class _Measurement:
 
     # --- the side that measures, and the one that answers, in step ------------------------------------------------
 
-    def _measure(self, other: int, address: str, port: int, endpoint: str, *, cost: ExchangeCost) -> PairReport:
+    def _measure(
+        self, other: int, address: str, port: int, endpoint: str, *, message: MessageCost, cost: ExchangeCost
+    ) -> PairReport:
         collective = self._collective
         latency_s = _plain_latency_s(address, port)
-        swap, swap_few = partial(self._swap, other), partial(self._swap_few, other)
-        message_s = mean_s(swap, _NUM_PINGS)
-        message_core_s = _core_s(swap_few) / _FEW
         num_pieces = int(self._stream(other, _FIRST_PIECES))
         bytes_per_s = self._stream(other, num_pieces)
         caller = Caller(self._keys, endpoint=endpoint, identity=f"worker-{collective.rank}")
@@ -233,31 +254,22 @@ class _Measurement:
             caller.close()
         self._tell(other, 0)  # all has been pushed
         return PairReport(
-            collective.rank, other, latency_s, message_s, bytes_per_s, pushed_bytes_per_s, piece_s, message_core_s, cost
+            source=collective.rank,
+            destination=other,
+            latency_s=latency_s,
+            bytes_per_s=bytes_per_s,
+            pushed_bytes_per_s=pushed_bytes_per_s,
+            piece_s=piece_s,
+            message=message,
+            exchange=cost,
         )
 
     def _attend(self, other: int) -> None:
-        emptier = CacheEmptier()
-        for _ in range(_NUM_PINGS):
-            self._swap(other)
-        for _ in range(_NUM_PINGS):
-            emptier()
-            self._swap_few(other)
         rate = self._take_stream(other, _FIRST_PIECES)
         num_pieces = int(min(max(_MIN_PIECES, _STREAM_S * rate / FRAME_BYTES), _MAX_PIECES))
         self._tell(other, num_pieces)
         self._tell(other, self._take_stream(other, num_pieces))
         self._hear(other)
-
-    def _swap(self, other: int) -> None:
-        exchange(self._collective, torch.zeros(1), destination=other, incoming=torch.zeros(1), source=other)
-
-    def _swap_few(self, other: int) -> None:
-        words = torch.zeros(2, _FEW)
-        works = [self._collective.recv(word, source=other) for word in words[0].split(1)]
-        works += [self._collective.send(word, destination=other) for word in words[1].split(1)]
-        for work in works:
-            work.wait()
 
     def _stream(self, other: int, num_pieces: int) -> float:
         """Send some pieces, and hear what the other says of them."""
@@ -303,15 +315,6 @@ def _ask(caller: Caller, count: int, piece: bytes) -> float:
         if number == 0:
             began_s = time.perf_counter()
     return (count - 1) * len(piece) / max(time.perf_counter() - began_s, 1e-9)
-
-
-def _core_s(action: Callable[[], object]) -> float:
-    """Processor time of this process, with caches that hold other things."""
-    emptier, began_s = CacheEmptier(), time.process_time()
-    for _ in range(_NUM_PINGS):
-        emptier()
-        action()
-    return (time.process_time() - began_s - emptier.processor_s) / _NUM_PINGS
 
 
 def _single_piece_s(caller: Caller) -> float:

@@ -178,13 +178,16 @@ def test_workers_of_a_core_compute_at_the_same_time(num_steps: int, rest_s: floa
     assert ends_s == pytest.approx({0: 7.0, 1: 13.0} if rest_s else {0: 2.0 * num_steps, 1: 4.0 * num_steps})
 
 
-def test_a_small_all_reduce_takes_its_hops(tmp_path: Path) -> None:
-    """Among four hosts six, of 2 ms each; on one core that they share, which handles four of 1 ms in each round."""
-    hops = Communication(hop_us=2000.0, hop_core_us=1000.0)
-    own = replace(cluster_of(4, 4), communication=hops, shared_cores=None)
+@pytest.mark.parametrize("operation_us", [0.0, 3000.0])
+def test_a_small_all_reduce_takes_its_hops(operation_us: float, tmp_path: Path) -> None:
+    """Among four hosts six, of 2 ms each; on one core that they share, which handles four of 1 ms in each round. And
+    what it takes each worker however many hops it has, one after the other on that core."""
+    operation_s = operation_us * 1e-6
+    costs = Communication(operation_us=operation_us, operation_core_us=operation_us, hop_us=2000.0, hop_core_us=1000.0)
+    own = replace(cluster_of(4, 4), communication=costs, shared_cores=None)
     for name, cluster, taken_s in (
-        ("own", own, STEP_S + 6 * 2e-3),
-        ("shared", replace(own, shared_cores=1), 4 * STEP_S + 6 * 4e-3),
+        ("own", own, STEP_S + operation_s + 6 * 2e-3),
+        ("shared", replace(own, shared_cores=1), 4 * STEP_S + 4 * operation_s + 6 * 4e-3),
     ):
         found = predict(cluster, strategy="all-reduce", workers=4, work=SMALL)
         result = run(tiny, tmp_path / name, "all-reduce", 4, cluster=cluster, max_steps=10)

@@ -21,6 +21,7 @@ from paceline.errors import RunFailed, UsageError
 from paceline.probing import measuring
 from paceline.probing import step_times as steps
 from paceline.probing import traffic as network
+from paceline.probing.bursts import MessageCost
 from paceline.probing.exchanging import ExchangeCost
 from paceline.probing.fitting import ASSUMED_INCAST, MOST_HANDLING, HostFacts, fit
 from paceline.probing.step_times import StepReport
@@ -30,11 +31,15 @@ from paceline.probing.traffic import NetworkReport, PairReport
 def pair(source: int, destination: int, **changes: float) -> PairReport:
     numbers = {
         "latency_s": 50e-6,
-        "message_s": 80e-6,
         "bytes_per_s": 125e6,
         "pushed_bytes_per_s": 120e6,
         "piece_s": 20e-3,
+    }
+    message = {
+        "message_s": 80e-6,
+        "burst_s": 80e-6 + 6 * 15e-6,
         "message_core_s": 20e-6,
+        "burst_core_s": 20e-6 + 6 * 5e-6,
     }
     cost = {
         "request_s": 300e-6,
@@ -44,9 +49,10 @@ def pair(source: int, destination: int, **changes: float) -> PairReport:
         "row_request_core_s": 700e-6,
         "row_request_variation": 0.3,
     }
-    changed = {**numbers, **cost, **changes}
+    changed = {**numbers, **message, **cost, **changes}
     exchange = ExchangeCost(**{name: changed.pop(name) for name in cost})
-    return PairReport(source, destination, exchange=exchange, **changed)
+    messages = MessageCost(**{name: changed.pop(name) for name in message})
+    return PairReport(source, destination, message=messages, exchange=exchange, **changed)
 
 
 def reports(count: int, changes: dict[tuple[int, int], dict[str, float]] | None = None) -> list[NetworkReport]:
@@ -59,6 +65,8 @@ def reports(count: int, changes: dict[tuple[int, int], dict[str, float]] | None 
             packing_bytes_per_s=5e8,
             operation_s=1e-3,
             operation_core_s=6e-4,
+            lone_operation_s=4e-4 if count > 1 else 1e-3,
+            lone_operation_core_s=2e-4,
             coding_s=5e-6,
             shared_bytes_per_s=2e9,
             memory_bytes_per_s=8e9,
@@ -98,17 +106,22 @@ def test_alike_hosts_are_one_table_with_every_number_worked_by_hand() -> None:
     assert cluster.compute.gradient_shares == (0.25, 0.75)
     # 300 us there and back, of which 100 us are the way: 100 us at each end.
     assert cluster.communication.request_us == cluster.servers.request_us == pytest.approx(100.0)
+    # Seven messages, of which six follow another one.
     assert cluster.communication.message_us == pytest.approx(30.0)
+    assert cluster.communication.further_message_us == pytest.approx(15.0)
     assert cluster.communication.message_core_us == pytest.approx(20.0)
+    assert cluster.communication.further_message_core_us == pytest.approx(5.0)
     assert cluster.communication.request_core_us == pytest.approx(180.0)
     # 900 us of a request about rows, of which 100 us are the way, which does not vary; and two ends vary more than both
     # together.
     assert cluster.communication.row_request_us == cluster.servers.row_request_us == pytest.approx(400.0)
     assert cluster.communication.row_request_core_us == pytest.approx(700.0)
     assert cluster.communication.row_request_variation == pytest.approx(0.3 * 900 / 800 * math.sqrt(2), rel=1e-3)
-    assert cluster.communication.operation_us == 0.0
-    assert cluster.communication.hop_us == pytest.approx(1000.0 / 4)  # a ring of three has four rounds
-    assert cluster.communication.hop_core_us == pytest.approx(600.0 / 4)
+    # A small all-reduce of 1 ms, of which 0.4 ms are its own; and a ring of three has four rounds.
+    assert cluster.communication.operation_us == pytest.approx(400.0)
+    assert cluster.communication.operation_core_us == pytest.approx(200.0)
+    assert cluster.communication.hop_us == pytest.approx(600.0 / 4)
+    assert cluster.communication.hop_core_us == pytest.approx(400.0 / 4)
     assert cluster.communication.coding_us == pytest.approx(5.0)
     assert cluster.communication.packing_gbyte_per_s == 0.5
     assert cluster.communication.exchange_gbyte_per_s == 0.4
@@ -233,7 +246,7 @@ def test_whatever_was_measured_makes_a_file_that_is_read_back_as_it_was(
     means_s: list[float], noise: list[float], shares: list[float]
 ) -> None:
     names = ("latency_s", "message_s", "request_s", "bytes_per_s", "pushed_bytes_per_s", "piece_s", "message_core_s")
-    names += ("row_request_s", "row_request_core_s", "row_request_variation")
+    names += ("burst_s", "burst_core_s", "row_request_s", "row_request_core_s", "row_request_variation")
     count = max(2, len(means_s))
     changes = {
         (a, b): {name: noise[(a + b + i) % 8] for i, name in enumerate(names)}
@@ -270,12 +283,17 @@ def test_every_table_is_written() -> None:
         servers=Servers(placement="with workers", request_us=3.0, row_request_us=4.0),
         communication=Communication(
             operation_us=1.0,
+            operation_core_us=0.5,
             hop_us=2.0,
             hop_core_us=3.0,
             coding_us=4.0,
             packing_gbyte_per_s=0.5,
             exchange_gbyte_per_s=0.4,
             unevenness=0.3,
+            message_us=9.0,
+            further_message_us=6.0,
+            message_core_us=5.0,
+            further_message_core_us=0.0,
             request_core_us=7.0,
             row_request_us=0.0,
             row_request_core_us=8.0,
@@ -284,7 +302,34 @@ def test_every_table_is_written() -> None:
         shared_cores=2,
     )
     assert parse(as_toml(cluster), where="it") == cluster
-    assert "row_request_us = 0.0" in as_toml(cluster)  # which is not the default
+    for name in ("row_request_us", "further_message_core_us"):
+        assert f"{name} = 0.0" in as_toml(cluster)  # which is not the default
+
+
+def test_a_file_that_says_nothing_of_bursts_has_each_message_as_the_first_one() -> None:
+    text = as_toml(fit(facts(2), taken(1.0, 1.0), reports(2), about="it"))
+    old = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(("further_", "operation_")))
+    costs = parse(old, where="it").communication
+    assert (costs.operation_us, costs.operation_core_us) == (0.0, 0.0)
+    assert costs.further_message_s == pytest.approx(costs.message_us * 1e-6)
+    assert costs.further_message_core_s == pytest.approx(costs.message_core_us * 1e-6) == pytest.approx(20e-6)
+    dearer = text.replace("further_message_core_us = 5.0", "further_message_core_us = 21.0")
+    with pytest.raises(UsageError, match=r"so at most 20 \(message_core_us\), not 21"):
+        parse(dearer, where="it")
+
+
+def test_measurements_that_vary_make_nothing_take_less_than_nothing() -> None:
+    """Neither a burst that took less than one message, or much more, nor a lone operation that took longer than one
+    with others."""
+    for burst_s, further_us in ((10e-6, 0.0), (1.0, 20.0)):
+        network = [
+            dataclasses.replace(report, lone_operation_s=2e-3, lone_operation_core_s=2e-3)
+            for report in reports(2, {way: {"burst_s": burst_s, "burst_core_s": burst_s} for way in ((0, 1), (1, 0))})
+        ]
+        costs = fit(facts(2), taken(1.0, 1.0), network, about="it").communication
+        assert costs.further_message_core_us == pytest.approx(further_us)
+        assert (costs.operation_us, costs.hop_us) == (pytest.approx(1000.0), 0.0)
+        assert (costs.operation_core_us, costs.hop_core_us) == (pytest.approx(600.0), 0.0)
 
 
 def test_a_file_that_says_nothing_of_requests_about_rows_has_them_as_any_request() -> None:

@@ -7,6 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from paceline.cluster.worker_costs import Cost
 from paceline.comm.servers.carrier import Carrier
 from paceline.engines.virtual.computing.requests import RequestCosts
 from paceline.engines.virtual.network.links import Network
@@ -85,7 +86,7 @@ class VirtualCarrier(Carrier):
         cost = self._costs.next(about_rows=bool(about_rows))
         core_s = self._costs.core_s(cost, [self.beside[index] for index, _ in sends])
         self._process.compute(sum(message.tensor_bytes for message in about_rows) / self._row_bytes_per_s)
-        self._process.send_off(cost.duration_s, core_s=core_s)
+        self._process.take(Cost(cost.duration_s, core_s))
         self._process.post(self._send, sends)
 
     def deliver(self, server: int, message: Message) -> None:

@@ -1,11 +1,13 @@
 """Workers as coroutines: one runs at a time, until it waits, and each has a clock of its own."""
 
+import math
 import threading
 from collections.abc import Callable
 from typing import final
 
 from greenlet import getcurrent, greenlet
 
+from paceline.cluster.worker_costs import Cost, WorkerCosts
 from paceline.engines.virtual.events import EventQueue
 from paceline.engines.virtual.isolation.interpreter import Modes, modes, set_modes
 from paceline.engines.virtual.isolation.random_state import RandomState
@@ -53,6 +55,8 @@ class Process:
         self.lead: Lead | None = None
         self._scheduler = scheduler
         self._clock_s = 0.0
+        self._sent_s = -math.inf
+        """When it had sent its last message."""
         self._program = program
         self._greenlet = greenlet(self._run)
 
@@ -77,12 +81,22 @@ class Process:
         self.lead.compute(duration_s, from_s=self._clock_s)
         self._clock_s = self.now_s + duration_s
 
-    def send_off(self, duration_s: float, *, core_s: float) -> None:
-        """Take so long for something, of which a core that others share has to work `core_s`."""
+    def take(self, cost: Cost) -> float:
+        """Take as long as something costs a worker; returns its seconds."""
+        duration_s = cost.time_s
         if self.lead is not None:
-            self.compute(core_s)
-            duration_s = max(0.0, duration_s - core_s)
+            self.compute(cost.core_s)
+            duration_s = max(0.0, duration_s - cost.core_s)
         self.advance(duration_s)
+        return cost.time_s
+
+    def send_off(self, costs: WorkerCosts) -> float:
+        """Take as long as it takes to send a message; returns its seconds. Since the last one, no time may pass in a
+        burst."""
+        is_further = self.now_s == self._sent_s
+        taken_s = self.take(costs.further_message if is_further else costs.message)
+        self._sent_s = self.now_s
+        return taken_s
 
     def post(self, action: Callable[..., object], *arguments: object) -> None:
         """Have `action(*arguments)` called at this process's time."""

@@ -10,6 +10,7 @@ from typing import final
 from paceline.checkpoint import Checkpoint
 from paceline.cluster.description import Cluster
 from paceline.cluster.placement import place
+from paceline.cluster.worker_costs import WorkerCosts
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Collective, Store, Timing
 from paceline.comm.mailbox import Mailbox
@@ -57,6 +58,7 @@ class Worlds:
         self._job, self._reporter = job, reporter
         self._device = device_of(job.config)
         self._hosts = cluster.each_host()
+        self._worker_costs = WorkerCosts.of(cluster)
         self._cores: list[Core] = [Core(timeline) for _ in range(cluster.shared_cores or 0)]
         """The cores that hosts share."""
         links = Wiring(cluster, [self._thread(host) for host in range(len(self._hosts))] if self._cores else ())
@@ -203,29 +205,11 @@ class Worlds:
         timing: Timing | None = None,
         is_lost: Callable[[], bool] = lambda: False,
     ) -> VirtualCollective:
-        message_s, message_core_s = self._message_s
-        return VirtualCollective(
-            meeting,
-            process,
-            rank=place,
-            timing=timing,
-            operation_s=self._job.cluster.communication.operation_us * _US,
-            message_s=message_s,
-            message_core_s=message_core_s,
-            is_lost=is_lost,
-        )
+        return VirtualCollective(meeting, process, rank=place, costs=self._worker_costs, timing=timing, is_lost=is_lost)
 
     def _thread(self, host: int) -> Thread:
         """A new one on the host's core."""
         return Thread(self._cores[self._job.cluster.core_of(host)])
-
-    @property
-    def _message_s(self) -> tuple[float, float]:
-        """How long a message keeps its sender, and how much of that its core, where hosts share cores. Then the core of
-        the host that it comes to has the other half of the work, as part of the same time."""
-        costs = self._job.cluster.communication
-        core_s = costs.message_core_us * _US / 2 if self._cores else 0.0
-        return max(core_s, costs.message_us * _US - core_s), core_s
 
     def _draws(self, who: str, *number: int) -> random.Random:
         """What chance adds to the requests of this server, or of this worker to its servers of a number."""
@@ -259,14 +243,9 @@ class Worlds:
     def _collective(self, rank: int, process: Process) -> Collective:
         if self._job.num_workers == 1:
             return AloneCollective()
-        costs, (message_s, _) = self._job.cluster.communication, self._message_s
-        operation_s, draws = costs.operation_us * _US, random.Random(derive(self._job.config.seed, "loss", rank))
-        collective = self._end_at(self._meeting, process, rank, is_lost=lambda: draws.random() < costs.loss)
-        own = [
-            VirtualCollective(meeting, process, rank=ranks.index(rank), operation_s=operation_s, message_s=message_s)
-            for ranks, meeting in self._groups
-            if rank in ranks
-        ]
+        loss, draws = self._job.cluster.communication.loss, random.Random(derive(self._job.config.seed, "loss", rank))
+        collective = self._end_at(self._meeting, process, rank, is_lost=lambda: draws.random() < loss)
+        own = [self._end_at(meeting, process, ranks.index(rank)) for ranks, meeting in self._groups if rank in ranks]
         if own:
             collective.divide(own[0], own[1] if len(own) > 1 else None)
         return collective
@@ -284,11 +263,8 @@ class Worlds:
         of this membership meet."""
         which = membership.epoch, next(numbers)
         if which not in self._offices:
-            message_s, core_s = self._message_s
             hosts = [self.host_of[other] for other in membership.ranks]
-            self._offices[which] = PostOffice(
-                self._messages, meeting(), hosts, message_s=message_s, message_core_s=core_s
-            )
+            self._offices[which] = PostOffice(self._messages, meeting(), hosts, costs=self._worker_costs)
         return VirtualMailbox(self._offices[which], process, rank=membership.ranks.index(rank))
 
     def _store(

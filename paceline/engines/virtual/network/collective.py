@@ -6,6 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from paceline.cluster.worker_costs import WorkerCosts
 from paceline.comm.arguments import flatten, require_from_root, require_one_each, require_other, require_root
 from paceline.comm.base import Collective, Cross, ReduceOp, Timing, Work
 from paceline.comm.reduction import Reduction, require_reducible
@@ -25,8 +26,8 @@ class VirtualCollective(Collective):
     all ranks have come to, all complete, also if one dies in it.
 
     A tensor that is sent is copied, and may be changed at once. One that is reduced in place must be left alone until
-    the work is over. Operations and messages take the rank itself `operation_s` and `message_s`, of which
-    `message_core_s` need its core. `is_lost` draws whether a message that is sent once is lost.
+    the work is over. `costs` is what operations and messages take the rank itself. `is_lost` draws whether a message
+    that is sent once is lost.
     """
 
     completes_alike = True
@@ -37,10 +38,8 @@ class VirtualCollective(Collective):
         process: Process,
         *,
         rank: int,
+        costs: WorkerCosts = WorkerCosts(),  # noqa: B008 - frozen
         timing: Timing | None = None,
-        operation_s: float = 0.0,
-        message_s: float = 0.0,
-        message_core_s: float = 0.0,
         is_lost: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank, self.size = rank, meeting.size
@@ -48,8 +47,7 @@ class VirtualCollective(Collective):
         self.lost_since_s: float | None = None
         """The time since when this rank has waited for one that was gone."""
         self._meeting, self._process = meeting, process
-        self._operation_s, self._message_s, self._is_lost = operation_s, message_s, is_lost
-        self._message_core_s = message_core_s
+        self._costs, self._is_lost = costs, is_lost
         self._parts: tuple[VirtualCollective, VirtualCollective | None] | None = None
         self._num_operations = 0
         self._failure: PacelineError | None = None
@@ -183,8 +181,7 @@ class VirtualCollective(Collective):
         flat, _ = flatten(tensor, device_type=tensor.device.type)
         parcel = Parcel(flat.clone(), is_lost=is_lost)
         self.timing.moved_bytes += flat.nbytes
-        self._process.send_off(self._message_s, core_s=self._message_core_s)
-        self.timing.communication_s += self._message_s
+        self.timing.communication_s += self._process.send_off(self._costs)
         self._process.post(self._meeting.send, self.rank, destination, parcel)
         return _MessageWork(self, parcel, f"rank {destination} to be sent {flat.numel()} elements")
 
@@ -225,14 +222,9 @@ class VirtualCollective(Collective):
         self._check()
         number = self._num_operations
         self._num_operations += 1
-        self._spend(self._operation_s)
+        self.timing.communication_s += self._process.take(self._costs.operation)
         self._process.post(self._meeting.join, number, self.rank, call)
         return number
-
-    def _spend(self, duration_s: float) -> None:
-        """Charge the worker for its own part of an exchange."""
-        self._process.advance(duration_s)
-        self.timing.communication_s += duration_s
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -6,6 +6,7 @@ from typing import final
 
 from torch import Tensor
 
+from paceline.cluster.worker_costs import WorkerCosts
 from paceline.comm.base import Timing
 from paceline.comm.mailbox import Handler, Mailbox
 from paceline.engines.virtual.network.links import Network
@@ -22,15 +23,12 @@ class PostOffice:
         network: for messages.
         meeting: of the same workers.
         host_of: each worker's host, by rank.
-        message_s: what a message takes its sender, besides what passes the links.
-        message_core_s: how much of it needs the sender's core, where hosts share cores.
+        costs: what a message takes its sender, besides what passes the links.
     """
 
-    def __init__(
-        self, network: Network, meeting: Meeting, host_of: Sequence[int], *, message_s: float, message_core_s: float
-    ) -> None:
+    def __init__(self, network: Network, meeting: Meeting, host_of: Sequence[int], *, costs: WorkerCosts) -> None:
         self._network, self.meeting, self._host_of = network, meeting, host_of
-        self.message_s, self.message_core_s = message_s, message_core_s
+        self.costs = costs
         self._boxes: dict[int, VirtualMailbox] = {}
         self._kept: dict[int, list[tuple[int, Tensor]]] = {}
         """What has come for workers that have no mailbox yet, or have not opened it."""
@@ -79,8 +77,7 @@ class VirtualMailbox(Mailbox):
         yield
 
     def send(self, message: Tensor, *, destination: int) -> None:
-        self.timing.communication_s += self._office.message_s
-        self._process.send_off(self._office.message_s, core_s=self._office.message_core_s)
+        self.timing.communication_s += self._process.send_off(self._office.costs)
         self.timing.moved_bytes += message.nbytes
         self._process.post(self._office.send, self._rank, destination, message)
 
@@ -104,7 +101,7 @@ class VirtualMailbox(Mailbox):
         try:
             for receiver, answer in self._handler(sender, message):
                 self.timing.moved_bytes += answer.nbytes
-                leaves_s = timeline.now_s + self._office.message_s
+                leaves_s = timeline.now_s + self._office.costs.message.time_s
                 timeline.at(leaves_s, self._office.send, self._rank, receiver, answer)
         except Exception as error:
             self._failure = error

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import final
 
 from paceline.cluster.description import Cluster, Hosts
+from paceline.cluster.worker_costs import WorkerCosts
 from paceline.engines.virtual.computing.cores import Thread
 from paceline.engines.virtual.network.links import Handling, Link, Path
 
@@ -50,8 +51,9 @@ class Wiring:
         if costs.packing_gbyte_per_s is not None or handlers:
             self._packers = [Link(f"{name} core", costs.packing_bytes_per_s) for name in names]
         self._packing = [Handling(thread, costs.shared_core_bytes_per_s) for thread in handlers]
-        # The sender's half of the work is among what its worker does.
-        self._messages = [Handling(thread, math.inf, costs.message_core_us * 1e-6 / 2) for thread in handlers]
+        # The sender's part of the work is among what its worker does.
+        taken_core_s = WorkerCosts.of(cluster).taken_core_s
+        self._messages = [Handling(thread, math.inf, taken_core_s) for thread in handlers]
         self._hops = [Handling(thread, math.inf, costs.hop_core_us * 1e-6) for thread in handlers if costs.hop_core_us]
 
     def between_workers_and_servers(self, source: int, destination: int) -> Path:

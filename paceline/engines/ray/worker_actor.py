@@ -82,6 +82,7 @@ class WorkerActor:
     def __init__(self, *, uses_cuda: bool, host_cores: int | None = None) -> None:
         """`host_cores`: of this host, with which the run's workers may compute; none: all."""
         late_compiler.put_off()
+        self._loaded = frozenset(sys.modules)
         self._uses_cuda, self._host_cores = uses_cuda, host_cores
         self._memory = SharedMemoryCollective.prepare()
 
@@ -130,7 +131,7 @@ class WorkerActor:
         try:
             world = self._enter_world(spec, rank, launcher, line, servers, ends, moves)
             with captured(line.say):
-                with done_with_script():
+                with done_with_script(self._loaded):
                     run_program(program)
                 for finish in world.at_end:
                     finish()

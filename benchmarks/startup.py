@@ -87,17 +87,22 @@ class Start(NamedTuple):
 
 
 def start(arguments: list[str]) -> Start:
-    """Raises CalledProcessError if it fails."""
+    """Raises CalledProcessError if it fails, and TimeoutExpired if it hangs."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "train.py").write_text(_TRAINING)
         done, used_s = Path(directory) / "done", dict[int, float]()
         began_s = time.monotonic()
         command = [sys.executable, *arguments, str(done)]
-        with subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL) as process:
             while process.poll() is None and not done.exists() and time.monotonic() < began_s + _LIMIT_S:
                 time.sleep(_LOOK_S)
                 used_s |= Usage.now().own_s
-            if process.wait(_LIMIT_S) != 0:
+            try:
+                process.wait(_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+            if process.returncode != 0:
                 raise subprocess.CalledProcessError(process.returncode, command)
         del used_s[os.getpid()]
         return Start(float(done.read_text()) - began_s, sum(used_s.values()))

@@ -44,7 +44,7 @@ def left_to(*, is_quick: bool, is_chosen: bool = True) -> list[pytest.MarkDecora
 
 def stood_for(*values: Any) -> Any:
     """A case of slow tests that others stand for."""
-    return pytest.param(*values, marks=pytest.mark.product)
+    return pytest.param(*values, marks=left_to(is_quick=False, is_chosen=False))
 
 
 def in_turns(scripts: Iterable[Any], strategies: Sequence[Any], *, are_quick: bool = False) -> list[Any]:

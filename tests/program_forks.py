@@ -41,7 +41,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy
 
 from tests import ray_forks
-from tests.programs import ADDRESS
+from tests.programs import ADDRESS, READY
 
 LOADED = (
     *("torch._dynamo", "torch.distributed.run", "pandas", "scipy.stats", "zmq", "rich.progress", "typer", "jinja2"),
@@ -76,7 +76,7 @@ def main() -> None:
     settings: dict[str, str | None] = {}
     if with_ray == 0:
         settings = _load_ray()
-        os.write(1, b"ready\n")
+        os.write(1, READY)
     os.dup2(2, 1)
     gc.collect()
     gc.freeze()

@@ -23,6 +23,8 @@ ADDRESS = "PACELINE_TEST_FORKS"
 """Names a server's socket, for the processes of a test session."""
 _OF_WORKERS = "-workers"
 """Behind that name: the socket of the server that workers of Ray's are forks of."""
+READY = b"ready\n"
+"""What the server with Ray says when it may be asked."""
 _HERE = Path(__file__)
 _ROOM = "x" * 60_000  # in which forks show the environment that they were given
 
@@ -147,7 +149,10 @@ def _start(*doors: socket.socket) -> subprocess.Popen[bytes]:
         start_new_session=True,
     )
     assert server.stdout is not None
-    if not server.stdout.readline():
+    with server.stdout as told:
+        is_ready = told.readline() == READY
+    if not is_ready:
+        server.kill()
         raise RuntimeError("the servers of forks did not start")
     return server
 

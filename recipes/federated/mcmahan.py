@@ -5,7 +5,8 @@
 
 Table 1 is the perceptron to 97 %, with batches of 10 and one pass a turn; table 2 the CNN to 99 %, with a tenth of the
 clients in a round. There are 100 clients, whose data are drawn alike or are two shards each. Each cell has the best of
-three rates, chosen by a seed that does not count. It is a study in `studies`, which goes on where it was.
+three rates, chosen by a seed that does not count, or the one of `--rates`. It is a study in `studies`, which goes on
+where it was.
 """
 
 import argparse

@@ -15,17 +15,17 @@ from tests.covering import left_to
 ALL_ROWS = ("tests.conformance.test_on_virtual", "tests.conformance.test_on_gpu", "tests.conformance.test_over_nccl")
 
 
-A_CHECK = 6
+A_CHECK = 4
 """Of the rows that stand for one another, each check has every so many-th one, and the next check perhaps others."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A check marked `every_row` runs over every row on the virtual engine, and in processes over some of them.
+    """Which rows a check marked `every_row` runs over, on the virtual engine and in processes.
 
-    Of rows that are promised the same, each check has one, and the next check perhaps another. What a check asks does
-    not depend on a codec, but where a run goes on from what the codec owes; so one row stands for others that differ in
-    it alone. Nor does what a script means to a strategy depend on the engine, but only the way of the bytes; so in
-    processes those rows stand for one another whose bytes go the same way, and those that are left to `make test-slow`.
+    Of rows that are promised the same, `make test` has one for each check, and another one for the next; in processes,
+    of rows whose bytes go the same way. `make test-slow` has the rest. What a check asks does not depend on a codec,
+    but where a run goes on from what the codec owes; so one row stands for others that differ in it alone, and in
+    processes for others that are slow.
     """
     mark = metafunc.definition.get_closest_marker("every_row")
     if mark is None:
@@ -41,24 +41,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     else:
         alike = [row.name for row, when in taken if when == "slow"]
     quick = [row for row, when in taken if when == "quick"]
-    left_out = _all_but_one_of_a_kind(quick, attrgetter("kind" if is_virtual else "way"), number)
-    left_out |= set(alike) - set(alike[number % A_CHECK :: A_CHECK])
-    metafunc.parametrize("row", [_case(row, when, is_chosen=row.name not in left_out) for row, when in taken])
+    first = _one_of_a_kind(quick, attrgetter("kind" if is_virtual else "way"), number)
+    left_out = set(alike) - set(alike[number % A_CHECK :: A_CHECK])
+    cases = [
+        pytest.param(row, id=row.name, marks=left_to(is_quick=row.name in first, is_chosen=row.name not in left_out))
+        for row, _ in taken
+    ]
+    metafunc.parametrize("row", cases)
 
 
 def _is_check(thing: object) -> bool:
     return any(mark.name == "every_row" for mark in getattr(thing, "pytestmark", ()))
 
 
-def _all_but_one_of_a_kind(rows: Sequence[Row], kind_of: Callable[[Row], Any], number: int) -> set[str]:
-    """Which rows the check of this number leaves out."""
+def _one_of_a_kind(rows: Sequence[Row], kind_of: Callable[[Row], Any], number: int) -> set[str]:
+    """Which rows the check of this number has first."""
     kinds = [[row.name for row in kind] for _, kind in groupby(sorted(rows, key=kind_of), kind_of)]
-    return {name for kind in kinds for name in kind if name != kind[number % len(kind)]}
+    return {kind[number % len(kind)] for kind in kinds}
 
 
 def _when(row: Row, is_virtual: bool) -> When:
     return ("slow" if row.is_slow else "quick") if is_virtual else row.in_processes
-
-
-def _case(row: Row, when: When, *, is_chosen: bool) -> Any:
-    return pytest.param(row, id=row.name, marks=left_to(is_quick=when == "quick" and is_chosen, is_chosen=is_chosen))

@@ -70,14 +70,16 @@ class Row:
 
     @property
     def kind(self) -> tuple[bool | int, ...]:
-        """Rows of one kind are promised the same, but for how exact it is: a check need not run over all of them."""
+        """Rows of one kind are promised the same, and checks ask them the same."""
         kept = (self.is_deterministic, self.updates_are_joint, self.drops_gradients, self.rounds_vary)
-        return (self.workers == 1, *kept, self.workers_differ, self.is_local, self.num_servers > 0, self.turns)
+        asked = (self.is_exact, self.is_plain, self.has_debts, self.keeps_sizes)
+        return (self.workers == 1, *kept, *asked, self.workers_differ, self.is_local, self.num_servers > 0, self.turns)
 
     @property
-    def way(self) -> tuple[bool, bool]:
-        """How bytes go in processes: over servers, from one worker to another at any time, or among all of them."""
-        return self.num_servers > 0, self.nobody_counts
+    def way(self) -> tuple[int, bool]:
+        """How bytes go in processes: over one server, which lends its shards to the workers, or over several, from one
+        worker to another at any time, or among all of them."""
+        return min(self.num_servers, 2), self.nobody_counts
 
     @property
     def is_another_codec(self) -> bool:

@@ -179,7 +179,11 @@ def test_while_nobody_dies_it_is_the_static_run(tmp_path: Path, strategy: str) -
 
 
 @pytest.mark.parametrize(
-    ("begun", "strategy"), in_turns(["fed-avgm", "scaffold", "fed-rep"], [(1, 3), (0, 4), (1, 5)], are_quick=True)
+    ("begun", "strategy"),
+    [
+        *in_turns(["fed-avgm", "scaffold", "fed-rep"], [(1, 3), (0, 4), (1, 5)], are_quick=True),
+        pytest.param((1, 2), "scaffold", marks=pytest.mark.slow),  # fewer, whose clients have kept something
+    ],
 )
 def test_a_run_goes_on_with_another_number_of_workers(tmp_path: Path, strategy: str, begun: tuple[int, int]) -> None:
     """Also from a run that was not elastic, whose workers have each kept the state of their own clients."""

@@ -23,4 +23,4 @@ def test_a_cell_is_counted_and_its_study_goes_on(data_directory: Path, tmp_path:
         row = done.stdout.splitlines()[-2].split("│")[1:-1]
         assert [cell.strip() for cell in row] == ["0.1", "1", "10", "iid", "lr=0.1", "0 of 1 arrived", "", "87"]
     (study,) = tmp_path.iterdir()
-    assert len(list((study / "trials").iterdir())) == 2  # one that chooses the rate, one that counts
+    assert len(list((study / "trials").iterdir())) == 1  # one rate needs no run that chooses it

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from paceline import cli
 from paceline.engines.ray.nodes import connected
 
-_HEAVY, _LATE_COMPILER = "paceline.running.launch", "paceline.engines.late_compiler"
+_HEAVY = "paceline.running.launch"
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def ray_beside_imports(*, engine: str, address: str | None, insecure: bool, num_
     Raises: as `connected`.
     """
     if engine != "ray" or "torch" in sys.modules:
-        _load()
+        cli.load(_HEAVY)
         yield
         return
     # Ray's start has the main thread, since signals must be held back meanwhile.
@@ -29,13 +29,8 @@ def ray_beside_imports(*, engine: str, address: str | None, insecure: bool, num_
     loading.start()
     with connected(address, insecure=insecure, num_workers=num_workers):
         loading.join()
-        _load()
+        cli.load(_HEAVY)
         yield
-
-
-def _load() -> None:
-    cli.load(_HEAVY)
-    cli.load(_LATE_COMPILER).put_off()  # some strategies make an optimizer, to see whether it can be had
 
 
 def _import() -> None:

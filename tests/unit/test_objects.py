@@ -42,13 +42,21 @@ def shown(value: Any) -> Any:
 PLAIN = [None, 1, "a", b"b", 2.5, True, [1, (2, {3})], {"a": {1: None}}]
 DENSE = [
     GRID,
-    GRID.T,
-    GRID[:, 1],
     torch.tensor(3),
     torch.zeros(0, 3),
     *(GRID.to(each) for each in objects._DTYPES.values()),
 ]
-OTHERS = [GRID.clone().requires_grad_(), GRID.to_sparse(), with_attribute(), GRID.to(torch.complex64), torch.Size([2])]
+OTHERS = [
+    GRID.T,
+    GRID[:, 1],
+    GRID[1],
+    torch.zeros(1).expand(3),
+    GRID.clone().requires_grad_(),
+    GRID.to_sparse(),
+    with_attribute(),
+    GRID.to(torch.complex64),
+    torch.Size([2]),
+]
 
 
 @pytest.mark.parametrize("value", [*PLAIN, *DENSE, {"x": [GRID, None]}], ids=repr)
@@ -63,8 +71,23 @@ def test_what_else_torch_reads_travels_in_its_format(value: Any) -> None:
     assert shown(travelled(value)) == shown(value)
 
 
-def test_a_part_of_a_tensor_takes_its_own_bytes_alone() -> None:
-    assert len(encode_object(torch.zeros(100_000)[:1])) < 100
+def test_tensors_that_share_memory_still_do() -> None:
+    whole, view = travelled([GRID, GRID.view(-1)])
+    whole.zero_()
+    assert view.count_nonzero() == 0
+
+
+def test_a_tensor_keeps_its_strides() -> None:
+    assert travelled(GRID.T).stride() == GRID.T.stride()
+
+
+def test_a_tensor_arrives_where_it_was_wherever_others_are_made() -> None:
+    with torch.device("meta"):
+        assert travelled(GRID).equal(GRID)
+
+
+def test_tensors_without_memory_are_alike() -> None:
+    assert [each.shape for each in travelled([torch.zeros(0), torch.zeros(0, 3)])] == [(0,), (0, 3)]
 
 
 def test_a_tensor_that_is_there_twice_stays_one() -> None:
@@ -99,7 +122,25 @@ class Makes:
         return objects._tensor, self.said
 
 
-@pytest.mark.parametrize("value", [Runs(), Makes("torch.float32", (2,)), Makes("torch.uint8", (10**9,))])
+NO_TENSORS = [
+    *(Makes("torch.float32", (2,)), Makes("torch.uint8", (10**9,)), Makes("torch.uint8", (-2, -2))),
+    Makes("torch.object", (4,)),
+]
+
+
+@pytest.mark.parametrize("value", [Runs(), *NO_TENSORS])
 def test_other_pickles_are_refused(value: Any) -> None:
     with pytest.raises(pickle.UnpicklingError):
         decode_object(torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8))
+
+
+def test_a_pickle_cannot_change_how_tensors_are_made() -> None:
+    """It sets an attribute of what it has been given for `_tensor`."""
+    with pytest.raises((pickle.UnpicklingError, AttributeError)):
+        decode_object(torch.frombuffer(bytearray(_sets_an_attribute()), dtype=torch.uint8))
+    assert travelled(GRID).equal(GRID)
+
+
+def _sets_an_attribute() -> bytes:
+    state = pickle.dumps((None, {"__name__": "another"}), protocol=2)[2:-1]
+    return b"\x80\x02cpaceline.comm.objects\n_tensor\n" + state + b"b."

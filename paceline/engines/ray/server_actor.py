@@ -1,5 +1,6 @@
 """A parameter server of a run, as a Ray actor, and how workers have servers built."""
 
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ import ray
 import torch
 
 from paceline.comm.servers.service import ParameterService
-from paceline.engines import late_compiler, striking
+from paceline.engines import striking
 from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.engines.ray.liveness import end_this_process
 from paceline.engines.ray.nodes import own_address, own_node_id
@@ -31,7 +32,6 @@ class ServerActor:
 
     def __init__(self, launcher: LauncherAddress, index: int) -> None:
         torch.set_num_threads(1)
-        late_compiler.put_off()
         striking.arm_server(index)
         self._service: ParameterService | None = None
         self._line = ControlLine(
@@ -70,6 +70,8 @@ class ServerActor:
         return self._built.spec_of(key_range)
 
     def serve(self) -> Outcome:
+        # What building the first optimizer would load, in most of a second, while all workers wait for it.
+        importlib.import_module("torch._dynamo")
         try:
             self._built.serve()
             return Outcome(num_steps=self._iteration())

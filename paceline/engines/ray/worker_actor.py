@@ -24,7 +24,6 @@ from paceline.comm.servers.group import Joins
 from paceline.comm.servers.sockets import Move, Moves, connect_servers
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.socket_mailbox import SocketMailbox
-from paceline.engines import late_compiler
 from paceline.engines.ray.at_exit import done_with_script
 from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process, end_this_process
@@ -81,7 +80,6 @@ class WorkerActor:
 
     def __init__(self, *, uses_cuda: bool, host_cores: int | None = None) -> None:
         """`host_cores`: of this host, with which the run's workers may compute; none: all."""
-        late_compiler.put_off()
         self._loaded = frozenset(sys.modules)
         self._uses_cuda, self._host_cores = uses_cuda, host_cores
         self._memory = SharedMemoryCollective.prepare()

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store
 
 from paceline.comm.base import Collective
 from paceline.comm.process_group.collective import connect_gloo
@@ -41,21 +41,17 @@ class MessageCost:
 
 
 @contextmanager
-def peers(swap: Callable[[str], str], *, address: str, is_first: bool) -> Iterator[list[Way]]:
+def peers(store: Store, swap: Callable[[str], str], *, address: str, is_first: bool) -> Iterator[list[Way]]:
     """As many ways to the other rank as there are messages in a burst, each with connections and threads of its own, as
     a worker has for each of its peers: over one way a burst takes half of a core's time. Both ranks call it at the same
     time.
 
     Args:
+        store: where the two meet, and nobody else.
         swap: gives the other rank a text for its own.
         address: of this rank's host.
         is_first: the other rank says the reverse.
     """
-    store = TCPStore(address, 0, is_master=True, wait_for_workers=False) if is_first else None
-    said = swap(f"{address} {store.port if store is not None else 0}")
-    if store is None:
-        host, port = said.split()
-        store = TCPStore(host, int(port), is_master=False)
     groups = [
         connect_gloo(PrefixStore(f"{number}", store), rank=int(not is_first), size=2, address=address)
         for number in range(BURST)

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore, Store
 
 from paceline.comm.algorithms.pieces import exchange
 from paceline.comm.base import Collective
@@ -107,7 +107,7 @@ class MeasuredNetwork:
         world = current()
         assert world is not None
         torch.set_num_threads(1)
-        report = _Measurement(world.context.collective, self.keys, world.reporter).run()
+        report = _Measurement(world.context.collective, self.keys, world.reporter, world.store).run()
         tell(world, asdict(report))
 
 
@@ -134,8 +134,9 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 class _Measurement:
     """One rank's part. Pairs that share no host are measured at the same time."""
 
-    def __init__(self, collective: Collective, keys: Keys, reporter: Reporter) -> None:
-        self._collective, self._keys, self._reporter = collective, keys, reporter
+    def __init__(self, collective: Collective, keys: Keys, reporter: Reporter, store: Store | None) -> None:
+        """`store`: where ranks of several hosts meet."""
+        self._collective, self._keys, self._reporter, self._store = collective, keys, reporter, store
         self._address = own_address()
 
     def run(self) -> NetworkReport:
@@ -151,7 +152,7 @@ class _Measurement:
                 for first, second in pairs:
                     if collective.rank in (first, second):
                         other = first if collective.rank == second else second
-                        message = self._messages(other, is_one_host=self._is_one_host(places))
+                        message = self._messages(other)
                         swap = partial(self._swap_text, other)
                         cost = Exchanges(swap, self._keys, self._address, self._reporter, num_sharing).measure()
                     for source, destination in ((first, second), (second, first)):
@@ -197,13 +198,14 @@ class _Measurement:
         """Its seconds, and those of processors with caches that hold other things."""
         return mean_s(action, _NUM_PINGS), core_s(action, _NUM_PINGS)
 
-    def _messages(self, other: int, *, is_one_host: bool) -> MessageCost:
+    def _messages(self, other: int) -> MessageCost:
         """What small messages cost this rank and another one. Ranks of one host have one way to all others."""
         way = bursts.Way(self._collective, other)
-        if is_one_host:
+        if self._store is None:
             return bursts.measure(way, [way] * bursts.BURST)
-        swap, is_first = partial(self._swap_text, other), self._collective.rank < other
-        with bursts.peers(swap, address=self._address, is_first=is_first) as ways:
+        first, second = sorted((self._collective.rank, other))
+        store, is_first = PrefixStore(f"bursts-{first}-{second}", self._store), self._collective.rank == first
+        with bursts.peers(store, partial(self._swap_text, other), address=self._address, is_first=is_first) as ways:
             return bursts.measure(way, ways)
 
     def _unevenness(self, places: Sequence[Sequence[Any]]) -> float | None:

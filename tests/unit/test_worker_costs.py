@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 
 import pytest
+from torch.distributed import FileStore
 
 from paceline.cluster.description import Cluster, Communication, Compute, Hosts
 from paceline.cluster.worker_costs import Cost, WorkerCosts
@@ -54,19 +57,19 @@ def test_each_message_is_as_the_first_one_unless_it_is_said() -> None:
     assert costs.taken_core_s == pytest.approx(350e-6)
 
 
-def measured(collective: Collective) -> dict[str, float]:
-    other = 1 - collective.rank
+def measured(path: Path, collective: Collective) -> dict[str, float]:
+    other, store = 1 - collective.rank, FileStore(str(path), 2)
 
     def swap(text: str) -> str:
         return str(collective.all_gather_object(text)[other])
 
-    with bursts.peers(swap, address="127.0.0.1", is_first=collective.rank == 0) as ways:
+    with bursts.peers(store, swap, address="127.0.0.1", is_first=collective.rank == 0) as ways:
         assert len(ways) == bursts.BURST
         return asdict(bursts.measure(bursts.Way(collective, other), ways))
 
 
-def test_a_probe_measures_one_message_and_several_over_ways_of_their_own() -> None:
+def test_a_probe_measures_one_message_and_several_over_ways_of_their_own(tmp_path: Path) -> None:
     with World("gloo", 2) as pair:
-        for cost in pair.run(measured):
+        for cost in pair.run(partial(measured, tmp_path / "store")):
             for one, burst in (("message_s", "burst_s"), ("message_core_s", "burst_core_s")):
                 assert 1e-6 < cost[one] < cost[burst]

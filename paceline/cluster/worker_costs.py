@@ -1,4 +1,4 @@
-"""What exchanges take of workers besides what passes the links: the virtual engine and plans price it alike.
+"""Exchanges cost workers time besides what passes the links. The virtual engine and plans take these prices from here.
 
 Messages that a worker sends one after the other, and does nothing in between, are a burst. Its first one takes longer
 than the others: a worker that has just computed, or waited, finds other things in its core's caches, and who receives
@@ -14,11 +14,11 @@ _US = 1e-6
 
 
 class Cost(NamedTuple):
-    """What something takes a worker."""
+    """A worker spends this on an operation or a message."""
 
     time_s: float
     core_s: float
-    """How long of that a core has to work that hosts share; 0 where they share none."""
+    """For so long of that a core works that hosts share; 0 where they share none."""
 
 
 _NOTHING = Cost(0.0, 0.0)
@@ -27,7 +27,7 @@ _NOTHING = Cost(0.0, 0.0)
 @final
 @dataclass(frozen=True)
 class WorkerCosts:
-    """Of a cluster; nothing, unless it is said."""
+    """The prices of a cluster, which are 0 where its file does not give them."""
 
     operation: Cost = _NOTHING
     """A collective operation, besides its hops."""
@@ -36,7 +36,7 @@ class WorkerCosts:
     further_message: Cost = _NOTHING
     """Sending each other one."""
     taken_core_s: float = 0.0
-    """Of a core that hosts share, where a message comes to another host."""
+    """A core that hosts share works for so long to take in a message from another host."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> "WorkerCosts":

@@ -61,7 +61,7 @@ class _PlainPickler(pickle.Pickler):
         if value is _tensor:
             return NotImplemented  # by its name
         if type(value) is Tensor and _is_common(value) and value.untyped_storage().data_ptr() not in self._memory:
-            self._memory |= {value.untyped_storage().data_ptr()} - {0}  # none has no memory
+            self._memory |= {value.untyped_storage().data_ptr()} - {0}  # 0: an empty tensor has no memory
             return _tensor, (str(value.dtype), tuple(value.shape), _bytes_of(value).tobytes())
         raise pickle.PicklingError(f"{type(value).__name__} is no plain data")
 
@@ -93,7 +93,7 @@ def _tensor(dtype: str, shape: tuple[int, ...], content: bytes) -> Tensor:
 
 
 class _Making:
-    """What a pickle has in place of `_tensor`, of which it can change nothing."""
+    """The unpickler hands this out in place of `_tensor`: a pickle can set no attribute of it."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What a script has Python do when it ends (`atexit`): loggers send the rest so, and writers close their files."""
+"""Runs the functions that a script, or a library of its own, registers with `atexit`. Ray would run none of them."""
 
 import atexit
 import sys
@@ -10,13 +10,14 @@ from typing import Any, final
 
 @contextmanager
 def done_with_script(of_process: Iterable[str]) -> Iterator[None]:
-    """Meanwhile, what is to be done at exit is noted, and done at the end: Ray ends workers without it.
+    """Collects the functions that are registered meanwhile, and calls them at the end.
 
-    As in Python, what was asked for last is done first, and what raises is told and keeps nobody from the rest.
+    As in Python, the last one registered is called first. One that raises is told, and the others are called all the
+    same.
 
     Args:
-        of_process: modules that the process had loaded before it knew of a script. What they and others of their
-            packages ask for, and the standard library, the process needs to its own end, and so is not done here.
+        of_process: modules that the process had loaded before it knew of a script. It needs their packages, and the
+            standard library, to its own end: functions that these register are left to it.
     """
     register, unregister = atexit.register, atexit.unregister
     packages = {*sys.stdlib_module_names, *(name.partition(".")[0] for name in of_process)} - {"__main__"}

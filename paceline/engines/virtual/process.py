@@ -91,8 +91,8 @@ class Process:
         return cost.time_s
 
     def send_off(self, costs: WorkerCosts) -> float:
-        """Take as long as it takes to send a message; returns its seconds. Since the last one, no time may pass in a
-        burst."""
+        """Take as long as it takes to send a message; returns its seconds. A message that is sent as soon as the one
+        before has left belongs to the same burst, and costs less."""
         is_further = self.now_s == self._sent_s
         taken_s = self.take(costs.further_message if is_further else costs.message)
         self._sent_s = self.now_s

@@ -11,6 +11,7 @@ import paceline
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--step-s", type=float, default=0.005)
+parser.add_argument("--until-workers", type=int, default=0, help="steps are slow while there are fewer than this")
 args = parser.parse_args()
 worker = paceline.init()
 generator = torch.Generator().manual_seed(0)
@@ -23,4 +24,4 @@ for _ in range(args.epochs):
         optimizer.zero_grad()
         model(x).mean().backward()
         optimizer.step()
-        time.sleep(args.step_s)
+        time.sleep(args.step_s if worker.size >= args.until_workers else 0.5)

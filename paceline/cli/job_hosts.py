@@ -7,10 +7,15 @@ import socket
 from rich.console import Console
 
 from paceline.engines.ray.nodes import chosen_address
+from paceline.engines.scripting import Script, is_of_horovod
 from paceline.scheduler import from_environment, sagemaker
 
 STRATEGY = "all-reduce"
-"""Where nobody asks for another."""
+"""Where nobody asks for another, and the script does not exchange by itself."""
+
+
+def default_strategy(script: Script) -> str:
+    return "horovod" if is_of_horovod(script) else STRATEGY
 
 
 def is_lent(console: Console, *, engine: str, address: str | None, next_s: float = 0.0) -> bool:
@@ -36,8 +41,8 @@ def is_lent(console: Console, *, engine: str, address: str | None, next_s: float
     return True
 
 
-def asked(console: Console, strategy: str | None, workers: int | None) -> tuple[str, int]:
-    """Strategy and workers: those given, else what SageMaker's settings ask for, else all-reduce and one.
+def asked(console: Console, strategy: str | None, workers: int | None, *, default: str = STRATEGY) -> tuple[str, int]:
+    """Strategy and workers: those given, else what SageMaker's settings ask for, else the script's default and one.
 
     Raises:
         UsageError: the settings cannot be read.
@@ -45,8 +50,9 @@ def asked(console: Console, strategy: str | None, workers: int | None) -> tuple[
     allocation = sagemaker.from_sagemaker(os.environ)
     wanted = sagemaker.wanted(os.environ, len(allocation.hosts)) if allocation is not None else None
     if wanted is not None:
-        strategy = wanted.strategy if strategy is None else strategy
+        theirs = default if wanted.strategy == STRATEGY else wanted.strategy
+        strategy = theirs if strategy is None else strategy
         workers = wanted.workers if workers is None else workers
         said = f"SageMaker's setting {wanted.setting}: --strategy {strategy} --workers {workers}"
         console.print(said, markup=False, highlight=False)
-    return STRATEGY if strategy is None else strategy, 1 if workers is None else workers
+    return default if strategy is None else strategy, 1 if workers is None else workers

@@ -38,9 +38,8 @@ def require_a_run(
     from paceline.pieces import parse_options
     from paceline.strategies import build
 
-    if is_here:
-        read_script(script, params["arguments"] or ())
-    strategy = job_hosts.STRATEGY if params["strategy"] is None else params["strategy"]
+    default = job_hosts.default_strategy(read_script(script, ())) if is_here else job_hosts.STRATEGY
+    strategy = default if params["strategy"] is None else params["strategy"]
     build(strategy, parse_options(params["option"] or [], where="--option"))
     return given
 

@@ -43,7 +43,7 @@ def run(
         str | None,
         typer.Option(
             help="A name from `paceline strategies`, with options as in ps-asp:servers=2.",
-            show_default=job_hosts.STRATEGY,
+            show_default=f"{job_hosts.STRATEGY}; horovod for a script of Horovod's",
         ),
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Processes that train.", show_default="1")] = None,
@@ -144,12 +144,12 @@ def run(
     console = Console(stderr=True)
     if job_hosts.is_lent(console, engine=engine, address=address):
         return
-    strategy, workers = job_hosts.asked(console, strategy, workers)
     config = RunConfig(max_steps=max_steps)
     targets = in_order(map(Target.parse, target or ()))
     tracking = Tracking(tensorboard=tensorboard, services=tuple(track or ()))
     environment = variables(env or ())
     program = read_script(script, arguments or (), may_alias=alias)
+    strategy, workers = job_hosts.asked(console, strategy, workers, default=job_hosts.default_strategy(program))
     for name in program.aliases:
         console.print(f"{name} is not installed: Paceline stands in for it (--no-alias: it does not)", highlight=False)
     crowding.warn(console, workers, engine=engine, address=address)

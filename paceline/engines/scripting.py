@@ -1,5 +1,6 @@
 """Running a user's script or function inside a worker, and telling how it ended."""
 
+import ast
 import errno
 import linecache
 import os
@@ -8,7 +9,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,25 @@ def read_script(script: str | Path, arguments: Sequence[str], *, may_alias: bool
         raise UsageError(f"the script {path} is not valid Python: {error}") from None
     missing = aliases.missing(source) if may_alias else ()
     return Script(str(path.resolve()), source, tuple(arguments), os.getcwd(), missing)
+
+
+def is_of_horovod(script: Script) -> bool:
+    """Whether it exchanges through Horovod's interface, Paceline's here, and imports nothing else of Paceline's."""
+    modules = set(_imported(ast.parse(script.source)))
+    ours = {name for name in modules if f"{name}.".startswith("paceline.")}
+    of_horovod = {name for name in modules if f"{name}.".startswith("paceline.horovod.")}
+    if "horovod" in script.aliases:
+        of_horovod |= {f"paceline.{name}" for name in modules if name.startswith("horovod.")}
+    return ours <= of_horovod and any(f"{name}.".startswith("paceline.horovod.torch.") for name in of_horovod)
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Modules, and what may be modules of a package, by their full names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 @dataclass(frozen=True)

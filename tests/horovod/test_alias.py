@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.job_hosts import default_strategy
 from paceline.engines import aliases
 from paceline.engines.scripting import read_script
 from paceline.running.result import Result
@@ -39,6 +40,29 @@ def test_a_script_that_mentions_it_gets_the_stand_in(tmp_path: Path) -> None:
     assert read_script(script, (), may_alias=False).aliases == ()
     script.write_text("print(1)")
     assert read_script(script, ()).aliases == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "strategy"),
+    [
+        (SCRIPT, "horovod"),
+        ("from horovod import torch as hvd", "horovod"),
+        ("def main():\n    from paceline.horovod.torch import init, rank", "horovod"),
+        ("import paceline\nimport horovod.torch as hvd", "all-reduce"),
+        ("from paceline import init\nimport horovod.torch as hvd", "all-reduce"),
+        ("import horovod\nhorovod.run(print)", "all-reduce"),
+        ("import paceline  # and no longer horovod.torch", "all-reduce"),
+        ("from . import torch", "all-reduce"),
+    ],
+)
+def test_a_script_that_exchanges_by_itself_alone_is_horovod_s(tmp_path: Path, source: str, strategy: str) -> None:
+    (tmp_path / "legacy.py").write_text(source)
+    assert default_strategy(read_script(tmp_path / "legacy.py", ())) == strategy
+
+
+def test_a_horovod_that_is_installed_is_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "legacy.py").write_text(SCRIPT)
+    assert default_strategy(read_script(tmp_path / "legacy.py", (), may_alias=False)) == "all-reduce"
 
 
 def test_modules_are_the_same_under_both_names() -> None:
@@ -77,8 +101,7 @@ def test_an_installed_package_is_never_touched(tmp_path: Path, monkeypatch: pyte
 def test_an_unchanged_script_runs_on_ray(tmp_path: Path) -> None:
     script = tmp_path / "legacy.py"
     script.write_text(SCRIPT)
-    command = ["paceline", "run", script, "--workers", "2", "--strategy", "horovod"]
-    command += ["--out", tmp_path / "out"]
+    command = ["paceline", "run", script, "--workers", "2", "--out", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "horovod is not installed: Paceline stands in for it" in done.stderr

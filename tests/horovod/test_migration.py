@@ -66,7 +66,6 @@ MIGRATED = """\
 import torch
 import paceline
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 
 # Horovod: start.
 worker = paceline.init()
@@ -179,6 +178,37 @@ def test_a_loader_between_the_optimizer_and_what_is_removed() -> None:
         "if worker.size > 1:\n"
         "    pass\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import tqdm\nfrom torch.utils.data.distributed import DistributedSampler\n", "import tqdm\n"),
+        ("from data import DistributedSampler, load\nload()\n", "from data import load\nload()\n"),
+        ("import os; from data import DistributedSampler\n", "import os; pass\n"),
+        ("from data import DistributedSampler\nhint: 'DistributedSampler'\n", None),
+        ("from data import DistributedSampler\nother = DistributedSampler(rest, shuffle=False)\n", None),
+    ],
+)
+def test_imports_of_what_is_gone_go(before: str, after: str | None) -> None:
+    found = migrate(
+        f"{before}import horovod.torch as hvd\n"
+        "sampler = DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())\n"
+        "train_data = DataLoader(data, sampler=sampler)\n"
+        "opt = hvd.DistributedOptimizer(opt, named_parameters=net.named_parameters())\n"
+    )
+    assert found.source.partition("import paceline\n")[0] == (before if after is None else after)
+
+
+@pytest.mark.parametrize("also", ["torch", "torch.utils.data"])
+def test_of_an_import_by_its_whole_path_the_packages_in_use_are_left(also: str) -> None:
+    found = migrate(
+        "import torch.utils.data.distributed\nimport horovod.torch as hvd\n"
+        "sampler = torch.utils.data.distributed.DistributedSampler(data, num_replicas=hvd.size())\n"
+        f"train_data = DataLoader({also}.of(data), sampler=sampler)\n"
+        "opt = hvd.DistributedOptimizer(opt, named_parameters=net.named_parameters())\n"
+    )
+    assert found.source.startswith(f"import {also}\nimport paceline\n")
 
 
 def test_arguments_by_name() -> None:

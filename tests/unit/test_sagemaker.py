@@ -95,6 +95,10 @@ def test_the_command_line_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> 
     assert job_hosts.asked(console, None, None) == ("ps-asp:servers=3", 3)
     assert job_hosts.asked(console, "gossip", None) == ("gossip", 3)
     assert job_hosts.asked(console, None, 6) == ("ps-asp:servers=3", 6)
+    assert job_hosts.asked(console, None, None, default="horovod") == ("ps-asp:servers=3", 3)
+    monkeypatch.setenv("SM_FRAMEWORK_PARAMS", '{"sagemaker_mpi_enabled": true}')
+    assert job_hosts.asked(console, None, None) == ("all-reduce", 3)
+    assert job_hosts.asked(console, None, None, default="horovod") == ("horovod", 3)
 
 
 @pytest.mark.parametrize("token", ["", "short"])

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.cluster.description import Hosts
+from paceline.codec import OneBit
 from paceline.errors import RunFailed, UsageError
 from paceline.outer import Average
 from paceline.running.result import Result
@@ -305,11 +306,13 @@ def train_plainly(worker: Worker, out: Path) -> None:
         Gossip(topology=Star(), mode="push-sum", order="awc"),
         Gossip(topology=Ring(), quasi_global=0.9),
         Gossip(topology=RandomPairs(), mode="outer", every=2),
+        Gossip(topology=Ring(), codec=OneBit(), codec_scope="all"),
     ],
-    ids=["relay", "push-sum", "quasi-global", "outer"],
+    ids=["relay", "push-sum", "quasi-global", "outer", "one-bit"],
 )
 def test_a_resumed_run_is_an_uninterrupted_one(strategy: Gossip, tmp_path: Path) -> None:
-    """With messages that are to be relayed, weights and momentum; evaluations in between change nothing."""
+    """With messages that are to be relayed, weights, momentum and estimates, of which nothing hangs on what lies
+    between tensors; evaluations in between change nothing."""
     run(train_plainly, tmp_path / "whole", strategy, workers=4, max_steps=20)
     run(train_plainly, tmp_path / "first", strategy, workers=4, max_steps=9, eval_every=2)
     run(train_plainly, tmp_path / "second", strategy, workers=4, max_steps=20, resume=tmp_path / "first")

@@ -71,6 +71,8 @@ def naive(codec: TensorCodec, topology: Topology, x: Tensor, num_steps: int, *, 
         sent = [codec.decode(codec.encode(left, seed=0), left, seed=0) for left in x - estimates]
         estimates = estimates + torch.stack(sent)
         x = x + consensus_step * ((weights.to(x.dtype) - torch.eye(SIZE)) @ estimates)
+        for row in x:
+            LAYOUT.segments[0].zero_padding(row)
     return x
 
 

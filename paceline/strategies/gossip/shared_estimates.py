@@ -99,6 +99,8 @@ class SharedEstimates(Mixer):
         for values, heard, estimate in zip(self.own.values, self._heard.values, self._estimate.values, strict=True):
             change = torch.sub(heard, estimate, alpha=sum(weights.values()))
             values.add_(change, alpha=self._consensus_step)
+        for segment, values in zip(self.own.layout.segments, self.own.values, strict=True):
+            segment.zero_padding(values)  # a codec may write there, and checkpoints hold the parameters alone
 
     def state(self) -> dict[str, Tensor]:
         return {"estimate": self._estimate.buffer, "heard": self._heard.buffer}

@@ -17,7 +17,7 @@ from paceline.outer import Outer
 from paceline.server.state import export_state, import_state
 from paceline.strategies.base import Context
 from paceline.strategies.digests import require_same
-from paceline.strategies.elsewhere import ClientUpdate, ServerElsewhere
+from paceline.strategies.elsewhere import ClientUpdate
 from paceline.strategies.federated.buffers import change_of, moved, real_dtype
 from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.joining import Joined, Joining
@@ -102,6 +102,7 @@ class ServerModel:
         self._guard, self._hides = guard, guard is not None or masks is not None
         self._collective = context.collective
         self._clients, self._elsewhere, self._upload = context.clients, context.server, upload
+        self._outgoing: tuple[list[Tensor], float] | None = None
         self._allows_nonfinite = allows_nonfinite
         of_changes = upload.specs(self.parameters) if upload is not None else specs
         self._num_of_changes, self._is_masked = len(of_changes), masks is not None
@@ -146,18 +147,22 @@ class ServerModel:
     def _real_buffers(self) -> list[Tensor]:
         return [buffer.to(real_dtype(buffer)) for buffer in self._shared_buffers]
 
-    def begin(self, *, num_samples: int) -> bool:
-        """Before the first round: a client whose server is elsewhere waits for its turn there, and says how many
-        samples it has. Returns whether there is none."""
-        if self._elsewhere is None:
-            return False
+    def begin(self, *, num_samples: int) -> None:
+        """Before the first round: a client says to its server elsewhere how many samples it has."""
+        assert self._elsewhere is not None
         self._elsewhere.attach(*self._described, samples=num_samples)
-        return self._fetch(self._elsewhere)
 
     @torch.no_grad()
-    def _fetch(self, server: ServerElsewhere) -> bool:
+    def next_turn(self) -> bool:
+        """What a client's turn has come to leaves for the server elsewhere, which says when the next one begins.
+        Returns whether there is none."""
+        assert self._elsewhere is not None
+        if self._outgoing is not None:
+            update, scale = self._outgoing
+            self._elsewhere.send(update, scale=scale)
+            self._outgoing = None
         state = [torch.empty_like(tensor) for tensor in self._state]
-        is_over = server.next_turn(state)
+        is_over = self._elsewhere.next_turn(state)
         overwrite([*self.parameters, *self._shared_buffers, *self.controls], state)
         return is_over
 
@@ -241,7 +246,7 @@ class ServerModel:
         if self._guard is not None:
             *changes, _ = self._guard.outward(changes, client=client, round_number=round_number)
         rest = [] if self._is_masked else [*of_buffers, *controls]
-        self._elsewhere.send([*(coded or changes), *rest], scale=scale)
+        self._outgoing = [*(coded or changes), *rest], scale
 
     def _add(
         self,
@@ -294,10 +299,6 @@ class ServerModel:
         Returns:
             Whether anybody contributed, and whether a worker leaves, so that there is no further round.
         """
-        if self._elsewhere is not None:
-            if leaves:
-                self._elsewhere.leave()
-            return True, leaves or self._fetch(self._elsewhere)
         if self._clients is not None and not leaves:
             take = partial(self._take, round_number=round_number)
             leaves = self._clients.collect(round_number, take)

@@ -26,10 +26,10 @@ from paceline.strategies.federated.rejecting import Rejecting
 from paceline.strategies.federated.scales import Scales
 from paceline.strategies.federated.secured import Masks
 from paceline.strategies.federated.uploading import Upload
-from paceline.strategies.own_state import OwnState
+from paceline.strategies.own_state import OUTER, OwnState, taken_up
 from paceline.strategies.replica import Replica, copy_tensors_from_first
 
-_OUTER, _CONTROL = "outer.", "shared_control."
+_CONTROL = "shared_control."
 
 
 @final
@@ -90,7 +90,7 @@ class ServerModel:
         self._start = self._present
         self._past = Past()
         self.controls = [torch.zeros_like(parameter) for parameter in self.trained] if has_controls else []
-        self._optimizer = outer.optimizer(self.parameters)
+        self._outer, self._optimizer, self._tell = outer, outer.optimizer(self.parameters), context.tell
         of_buffers = [
             TensorSpec(f"buffer.{index}", tuple(buffer.shape), real_dtype(buffer))
             for index, buffer in enumerate(self._shared_buffers)
@@ -377,7 +377,7 @@ class ServerModel:
 
     def own_state(self) -> dict[str, OwnState]:
         """What is not in the global model; all workers have it alike."""
-        state = {f"{_OUTER}{name}": tensor for name, tensor in export_state(self._optimizer, self.parameters).items()}
+        state = {f"{OUTER}{name}": tensor for name, tensor in export_state(self._optimizer, self.parameters).items()}
         controls = {f"{_CONTROL}{index}": control for index, control in enumerate(self.controls)}
         guards = self._guard.own_state() if self._guard is not None else {}
         sent = self._joining.memory.own_state() if self._joining.memory is not None else {}
@@ -390,8 +390,7 @@ class ServerModel:
             self._guard.restore(own)
         if self._joining.memory is not None:
             self._joining.memory.restore(own)
-        state = {name.removeprefix(_OUTER): tensor for name, tensor in own.items() if name.startswith(_OUTER)}
-        import_state(self._optimizer, self.parameters, state)
+        import_state(self._optimizer, self.parameters, taken_up(self._outer, own, tell=self._tell))
         self._past.restore(own, num_parameters=len(self.parameters), num_buffers=len(self._shared_buffers))
         for index, control in enumerate(self.controls):
             if (saved := own.get(f"{_CONTROL}{index}")) is not None:

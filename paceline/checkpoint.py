@@ -14,8 +14,8 @@ from paceline.errors import UsageError
 from paceline.row_file import RowFile, directory_of_plain, files_of_plain
 
 FILE_NAME = "checkpoint.pt"
-_FORMAT = 5
-_READABLE = (1, 2, 3, 4, 5)
+_FORMAT = 6
+_READABLE = (1, 2, 3, 4, 5, 6)
 _FIRST_SEALED = 3
 
 
@@ -69,6 +69,8 @@ class Checkpoint:
     """By the loader's name, marks of a few samples of its data as the run began."""
     optimizers: list[str] = field(default_factory=list)
     """Names of several, in their order; of one, none."""
+    optimizer_kinds: list[str] = field(default_factory=list)
+    """The class of each; of older versions, none."""
     metrics: dict[str, float] = field(default_factory=dict)
     """By which the best checkpoint is chosen, if this model was evaluated."""
     rows: dict[str, dict[str, Tensor]] = field(default_factory=dict)

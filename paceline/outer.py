@@ -5,7 +5,7 @@ optimization", ICLR 2021, section 2). An outer optimizer steps with the mean of 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, final
 
@@ -26,6 +26,18 @@ class Outer(Piece, ABC):
     @abstractmethod
     def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
         """The optimizer of the shared parameters. Raises ValueError for a setting that is out of range."""
+
+    @final
+    def fitting(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What this kind goes on with of an optimizer's state, keyed `<parameter index>.<name>`: all of it, or nothing
+        where another kind has left it."""
+        if not state:
+            return {}
+        trial = nn.Parameter(torch.zeros(1))
+        optimizer = self.optimizer([trial])
+        trial.grad = torch.zeros(1)
+        optimizer.step()
+        return dict(state) if {name.partition(".")[2] for name in state} == set(optimizer.state[trial]) else {}
 
 
 @final

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 
+from paceline import durable
 from paceline.config import RunConfig
 from paceline.errors import UsageError
 from paceline.pieces import Piece
@@ -59,7 +60,9 @@ def describe_machine() -> dict[str, Any]:
 
 
 def write(directory: Path, manifest: dict[str, Any]) -> None:
-    (directory / FILE_NAME).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    """Raises OSError; what was there before stays then, since it says whose checkpoints are there."""
+    with durable.whole(directory / FILE_NAME) as partial:
+        partial.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def read(directory: Path) -> dict[str, Any]:

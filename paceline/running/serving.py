@@ -76,8 +76,8 @@ def serve(
         tickets: a directory, which has as many tickets as the strategy has clients from here on.
         listen: `HOST` or `HOST:PORT`; none: every address, and the port of the tickets.
         address: of the server as clients reach it; none: this machine's name.
-        seed: of what the server draws; none: drawn itself, so that nobody can tell its noise.
-        out: the result directory; none: `run` in the tickets' directory.
+        seed: of what the server draws; none: that of the run that goes on, or drawn, so that nobody can tell its noise.
+        out: the result directory, of this server's own runs; none: `run` in the tickets' directory.
         say: prints a line of the server's log.
 
     Raises:
@@ -101,10 +101,13 @@ def serve(
     where = split_address(listen or "0.0.0.0", default_port=split_address(known.address)[1])
     directory = out or tickets / "run"
     with _alone_in(directory):
+        _require_own(directory, origin := {"engine": "served", "of": known.run})
         checkpoint = _checkpoint_in(directory, say, may_go_back=getattr(plan, "privacy", None) is None)
         chosen = seed if seed is not None else _seed_in(directory, checkpoint)
+        if checkpoint is not None and checkpoint.seed != chosen:
+            raise UsageError(f"the run in {directory} has another seed; leave --seed out, or give another --out")
         config = replace(config, seed=chosen, checkpoint_every=1)
-        _begin(directory, program, plan, config, checkpoint, engine="served")
+        _begin(directory, program, plan, config, checkpoint, origin=origin)
         participation = plan.participation()
         assert participation is not None
         run = ServedRun(
@@ -154,7 +157,7 @@ def join(
         secure: take part only where the server learns sums of updates alone.
         seed: of what this client draws; none: drawn itself, so that not even the server can tell its noise.
         out: where this client keeps its records, and what it keeps from turn to turn; none: a directory of the
-            ticket's under `runs`. It goes on with what is there.
+            ticket's under `runs`. It goes on with what is there, if that is this client's in this run.
 
     Raises:
         UsageError: the server refuses the ticket or the script's model, or something asked for cannot be had.
@@ -176,12 +179,14 @@ def join(
         said = " ".join(f"{key}={value}" for key, value in options.items())
         say(f"joined as client {own.client}: {name} {said}".rstrip())
         # A server's owner may serve several runs with the same tickets.
-        directory = out or Path("runs") / f"client-{own.client}-of-{own.run}-{run.tag}"
+        who = f"client-{own.client}-of-{own.run}-{run.tag}"
+        directory = out or Path("runs") / who
         with _alone_in(directory):
+            _require_own(directory, origin := {"engine": "joined", "of": who})
             checkpoint = _checkpoint_in(directory, say)
             chosen = seed if seed is not None else checkpoint.seed if checkpoint is not None else secrets.randbits(62)
             config = replace(config, seed=chosen, checkpoint_every=1)
-            _begin(directory, program, plan, config, checkpoint, engine="joined")
+            _begin(directory, program, plan, config, checkpoint, origin=origin)
             run.run(program, plan, config, directory, checkpoint)
     finally:
         run.close()
@@ -218,6 +223,15 @@ def _alone_in(directory: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _require_own(directory: Path, origin: Mapping[str, str]) -> None:
+    """Raises UsageError if the directory has what another run has left there, or another client keeps."""
+    if not (directory / manifest.FILE_NAME).exists():
+        return
+    found = manifest.read(directory)
+    if found.get("engine") != origin["engine"] or found.get("of", origin["of"]) != origin["of"]:
+        raise UsageError(f"{directory} is another run's, or another client's; give another --out")
 
 
 def _checkpoint_in(directory: Path, say: Say, *, may_go_back: bool = True) -> Checkpoint | None:
@@ -262,7 +276,7 @@ def _begin(
     config: RunConfig,
     checkpoint: Checkpoint | None,
     *,
-    engine: str,
+    origin: Mapping[str, str],
 ) -> None:
     """Make the result directory, or cut off what was recorded there after its checkpoint."""
     try:
@@ -273,6 +287,6 @@ def _begin(
         described = manifest.describe_run(
             program=program.path, arguments=program.arguments, strategy=strategy, num_workers=1, config=config
         )
-        manifest.write(directory, {**described, "engine": engine})
+        manifest.write(directory, {**described, **origin})
     except OSError as error:
         raise UsageError(f"cannot write to {directory}: {error.strerror}; give another --out") from None

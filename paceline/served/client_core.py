@@ -159,6 +159,8 @@ class ClientCore:
             if message.body.get("coding_seed") != self.welcome.get("coding_seed"):
                 self.failure = "it serves another run by now; join again"
                 return
+            if type(first := message.body.get("first")) is int:
+                self.counted = min(self.counted, first - 1)
             self._say_attach()
         elif kind is Kind.ANSWER and phase is Phase.ATTACHING:
             self.phase = Phase.WAITING

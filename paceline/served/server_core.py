@@ -51,6 +51,7 @@ class ServerCore:
         self._clients: dict[int, Client] = {}
         self._turns: dict[int, Turn] = {}
         self._round, self._content, self._ends_s, self._num_needed = -1, memoryview(b""), 0.0, 0
+        self._first: int | None = None
         self._is_open = self._has_ended = False
         self.begins_again = False
         """The round that was closed has no sum, and may have one with other clients."""
@@ -71,6 +72,12 @@ class ServerCore:
             for number, client in self._clients.items()
             if client.is_attached and client.route is not None and now_s - client.heard_s <= self._presence_s
         )
+
+    def expect(self, number: int) -> None:
+        """The next round has this number. If it is the first one here, clients forget that an update of theirs counted
+        in it, or later: a server that was here before may have said so, and has not saved it."""
+        if self._first is None:
+            self._first = number
 
     def open(self, number: int, content: memoryview, now_s: float) -> bool:
         """Begin the round of this number with this state, if enough clients are there."""
@@ -249,7 +256,7 @@ class ServerCore:
         if turn is not None and self._masked is not None and is_another:
             self._masked.lose(number)
             turn.state = "gone" if turn.state == "open" else turn.state
-        self._send(number, Message(Kind.OK, EPOCH, body={**self._welcome, "client": number}))
+        self._send(number, Message(Kind.OK, EPOCH, body={**self._welcome, "client": number, "first": self._first}))
 
     def _attach(self, number: int, client: Client, message: Message) -> None:
         samples = message.body.get("samples")

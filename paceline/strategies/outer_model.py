@@ -23,7 +23,7 @@ from paceline.strategies.bucketing import allocated
 from paceline.strategies.coding import Coding
 from paceline.strategies.digests import require_same
 from paceline.strategies.exchange import Exchange
-from paceline.strategies.own_state import OwnState
+from paceline.strategies.own_state import OUTER, OwnState, taken_up
 from paceline.strategies.replica import Replica
 
 _SHARED = "shared."
@@ -65,7 +65,7 @@ class OuterModel:
         self._parameters = [nn.Parameter(parameter.detach().clone()) for parameter in replica.parameters]
         self._members = [[i for i, own in enumerate(fragments) if own == n] for n in range(num_fragments)]
         self._buckets = [[i for i, s in enumerate(layout.segments) if s.group == n] for n in range(num_fragments)]
-        self._optimizer = outer.optimizer(self._parameters)
+        self._outer, self._optimizer = outer, outer.optimizer(self._parameters)
         self._left: dict[int, list[Tensor]] = {}  # what this worker had in fragments when they left it
 
     def exchange_among(self, context: Context, *, coding: Coding | None = None) -> None:
@@ -248,7 +248,7 @@ class OuterModel:
             if with_shared and self.is_local(index)
         }
         state = export_state(self._optimizer, self._parameters)
-        outer = {f"outer.{name}": OwnState(tensor, "same") for name, tensor in state.items()}
+        outer = {f"{OUTER}{name}": OwnState(tensor, "same") for name, tensor in state.items()}
         return {**shared, **outer, **self._exchange.own_state()}
 
     @staticmethod
@@ -264,9 +264,8 @@ class OuterModel:
 
     def restore(self, own: Mapping[str, Tensor]) -> None:
         """Take up what `own_state` gave, as far as it is there; this worker's model holds the shared parameters."""
-        prefix = "outer."
         mix(self._parameters, self._local, alpha=0.0)
-        state = {name.removeprefix(prefix): tensor for name, tensor in own.items() if name.startswith(prefix)}
+        state = taken_up(self._outer, own, tell=self._context.tell)
         import_state(self._optimizer, self._parameters, state)
         for index, parameter in enumerate(self._parameters):
             if (saved := own.get(f"{_SHARED}{index}")) is not None:

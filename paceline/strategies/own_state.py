@@ -1,14 +1,17 @@
 """What a checkpoint holds of each worker, and what becomes of it elsewhere."""
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from paceline.outer import Outer
 from paceline.server.state import export_state, import_state
 from paceline.strategies.replica import Replica
 
+OUTER = "outer."
+"""What the state of an outer optimizer, which all workers have alike, is known by."""
 Fate = Literal["average", "sum", "reset", "same"]
 """What becomes of a worker's state with another number of workers, or under another strategy that has a state of the
 same name: every worker gets the mean, or an equal part of the sum, or none. What is the same on all workers stays so;
@@ -55,6 +58,17 @@ def for_joiners(own: Mapping[str, OwnState]) -> dict[str, OwnState]:
     """What one who joins takes over from a worker: what is the same on all, and what stands for the mean of all. Of a
     sum it has nothing, since the others keep theirs."""
     return {name: state for name, state in own.items() if state.fate in ("average", "same")}
+
+
+def taken_up(
+    outer: Outer, own: Mapping[str, Tensor], *, tell: Callable[[str, Mapping[str, Any]], None] | None
+) -> dict[str, Tensor]:
+    """The state that the outer optimizer goes on with. One that another kind has left begins anew, which is told."""
+    saved = {name.removeprefix(OUTER): tensor for name, tensor in own.items() if name.startswith(OUTER)}
+    fitting = outer.fitting(saved)
+    if tell is not None and len(fitting) < len(saved):
+        tell("carried_over", {f"{OUTER}{name}": "reset" for name in saved})
+    return fitting
 
 
 def of_replica(replica: Replica) -> dict[str, OwnState]:

@@ -192,6 +192,7 @@ class Checkpoints:
             data=feeds.identity_of(run.prepared.feeds),
             looks=feeds.looks_of(run.prepared.feeds),
             optimizers=run.prepared.optimizer_names,
+            optimizer_kinds=self._optimizer_kinds,
             metrics=metrics or {},
             rows=row_tables.rows_of(run) if rows is None else {},
             rows_directory="" if rows is None else rows.directory,
@@ -250,6 +251,17 @@ class Checkpoints:
                 f"the checkpoint is of {_listed(checkpoint.optimizers)}, this run has {_listed(own)}; prepare the same "
                 "optimizers, in the same order"
             )
+        kinds = self._optimizer_kinds
+        if checkpoint.optimizer_kinds not in ([], kinds):
+            raise UsageError(
+                f"the checkpoint is of {', '.join(checkpoint.optimizer_kinds)}, and this run trains with "
+                f"{', '.join(kinds)}, which cannot go on with its state and rates; prepare the same, or have the "
+                "script load model.safetensors and begin anew"
+            )
+
+    @property
+    def _optimizer_kinds(self) -> list[str]:
+        return [type(optimizer).__name__ for optimizer in self._run.prepared.optimizers.values()]
 
     def _taken(self) -> Snapshot:
         prepared = self._run.prepared

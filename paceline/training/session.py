@@ -344,6 +344,8 @@ class Session:
         self._checkpoints.restore(checkpoint)
         self._put_back = remembered_values(self.run.prepared.replica.model)
         self._cadence.checkpointed_at = checkpoint.iteration
+        if self.run.context.server is not None:  # which may have another model by now
+            return
         self._cadence.evaluated_at = Count(
             checkpoint.iteration,
             sum(worker.samples for worker in checkpoint.workers),

@@ -259,6 +259,13 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         ROW["ps-bsp"].run(other_model, tmp_path / "resumed", resume=tmp_path / "begun")
 
 
+@pytest.mark.parametrize("row", ["all-reduce", "ps-bsp"])
+def test_checkpoint_of_another_optimizer_is_refused(row: str, tmp_path: Path) -> None:
+    ROW[row].run(partial(train_everything, optimizer="momentum"), tmp_path / "begun", max_steps=3)
+    with pytest.raises(RunFailed, match="the checkpoint is of SGD, and this run trains with Adam"):
+        ROW[row].run(train_everything, tmp_path / "resumed", resume=tmp_path / "begun")
+
+
 def test_checkpoint_of_another_number_of_workers_is_refused(tmp_path: Path) -> None:
     ROW["ps-bsp"].run(train_long, tmp_path / "begun", max_steps=3)
     with pytest.raises(RunFailed, match="taken with 2 workers, this run has 1"):

@@ -179,7 +179,7 @@ def test_workers_and_servers_of_one_run_die(start: Callable[..., Command], tmp_p
 @pytest.mark.timeout(900)
 def test_servers_join_and_die_while_copies_and_key_ranges_move(start: Callable[..., Command], tmp_path: Path) -> None:
     """One is asked for and dies as it is given its first copy, a second one comes in its place, and one that hands a
-    key range over to it dies: what each copy is made of is known from who gave it."""
+    key range over to it dies: what each copy is made of is known from who gave it. Steps are slow until then."""
     given = ["--strategy", "ps-asp", "--option", "servers=2", "--option", "replicas=1", "--option", "ranges=4"]
     strikes = [
         strike("server-1", "is asked", 40, "more-servers"),
@@ -189,7 +189,8 @@ def test_servers_join_and_die_while_copies_and_key_ranges_move(start: Callable[.
     ]
     path = scheduled(tmp_path, (strikes, 1))
     settings = [*given, "--elastic", "--workers", 2, "--schedule", path, "--out", tmp_path / "out"]
-    command = start("chaos", SCRIPTS / "sums.py", *settings, "--", "--epochs", 8, "--step-s", 0.05)
+    given = ["--epochs", 8, "--step-s", 0.05, "--until-lost", tmp_path / "out" / "run-1" / "out", "server-0"]
+    command = start("chaos", SCRIPTS / "sums.py", *settings, "--", *given)
     output = command.wait()
     assert command.status == 0, output
     assert "2 deaths in 1 run, 0 wrong" in output

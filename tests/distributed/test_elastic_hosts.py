@@ -227,11 +227,13 @@ def test_workers_join_and_die_beside_a_hostile_one(three_hosts: Network, tmp_pat
 
 def nobody_goes_on_alone_on_the_other_side(network: Network, address: str, directory: Path) -> None:
     """It needs nobody else for its steps, and the launcher's run is over: there are never two."""
-    process, out = start(network, address, directory, "--fail", "0:4:kill", workers=2, step_s=0.05)
+    given = ["--fail", "0:4:kill", *held(40)]
+    process, out = start(network, address, directory, *given, workers=2, step_s=0.05)
     assert wait_until(lambda: of(out, "reformed"), within_s=PATIENCE_S), process.communicate()
     other = pids(out)["worker-1"]
     alone = host_of(network, other)
     set_link(network, alone, "down")
+    (out.parent / "log" / "go-40").touch()
     require_end(other, alone)
     output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
@@ -264,18 +266,20 @@ def strike(rank: int, number: int, kind: str) -> dict[str, object]:
 
 
 def workers_and_hosts_die_and_are_cut_off(network: Network, address: str, directory: Path) -> None:
-    """A worker in mid-step, beside others on its host; a host with all that runs there; and a host that is cut off."""
-    process, out = start(network, address, directory, "--fail", "3:4:kill", workers=6, step_s=0.05)
+    """A worker in mid-step, beside others on its host; a host with all that runs there; and a host that is cut off. Of
+    18 steps nobody makes the tenth, or the fifteenth, before."""
+    process, out = start(network, address, directory, "--fail", "3:4:kill", *held(9, 14), workers=6, step_s=0.05)
     wait_for(process, out, num_steps=7)
     ended = host_of(network, pids(out)["worker-5"])
     for pid in pids_on(ended):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    (out.parent / "log" / "go-9").touch()
     assert wait_until(lambda: len(of(out, "reformed")) == 2, within_s=PATIENCE_S), process.communicate()
-    num_steps = len((out.parent / "log" / "rank-0").read_text().splitlines())
-    wait_for(process, out, num_steps=num_steps + 3)  # they have met by then
+    wait_for(process, out, num_steps=13)  # they have met by then
     cut_off = host_of(network, pids(out)["worker-4"])
     set_link(network, cut_off, "down")
+    (out.parent / "log" / "go-14").touch()
     require_end(pids(out)["worker-4"], cut_off)  # the others go on meanwhile
     finish(process, out, workers=6)
     lost = {event["who"]: event["details"]["why"] for event in of(out, "lost")}
@@ -351,7 +355,7 @@ def servers_outlive_a_host(network: Network, address: str, directory: Path) -> N
 def workers_meet_anew_in_pairs(network: Network, address: str, directory: Path) -> None:
     """One joins, and one is killed; then a host is cut off, whose worker others know only some steps of."""
     options = ["--strategy", "ad-psgd", "--option", "topology=chain", "--eval-every", "16"]
-    given = ["--epochs", 3, *held(8), "--fail", "1:14:kill"]
+    given = ["--epochs", 3, *held(8, 120), "--fail", "1:14:kill"]
     process, out = start(network, address, directory, *given, workers=3, options=options)
     wait_for(process, out, num_steps=1)
     assert "3 workers train; 1 more start" in scale(network, out, 4)
@@ -359,6 +363,7 @@ def workers_meet_anew_in_pairs(network: Network, address: str, directory: Path) 
     assert wait_until(lambda: joined(out) and of(out, "lost"), within_s=PATIENCE_S), process.communicate()
     cut_off = host_of(network, pids(out)["worker-2"])
     set_link(network, cut_off, "down")
+    (out.parent / "log" / "go-120").touch()
     end(process)
     set_link(network, cut_off, "up")
     assert joined(out) == [3]

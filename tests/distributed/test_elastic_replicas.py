@@ -48,8 +48,20 @@ def kill(out: Path, server: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 
 @contextmanager
-def struck(out: Path, server: int, *, when: Callable[[], bool], how: signal.Signals = signal.SIGKILL) -> Iterator[None]:
-    """The server is killed, or stopped for good, as soon as this is so."""
+def struck(
+    out: Path,
+    server: int,
+    *,
+    when: Callable[[], bool],
+    how: signal.Signals = signal.SIGKILL,
+    held_at: int | None = None,
+) -> Iterator[None]:
+    """The server is killed, or stopped for good, as soon as this is so.
+
+    Args:
+        held_at: the iteration after which all wait until it is, so that the run does not end before; none: they wait
+            for something else that comes later.
+    """
     failures = list[BaseException]()
 
     def strike() -> None:
@@ -58,6 +70,9 @@ def struck(out: Path, server: int, *, when: Callable[[], bool], how: signal.Sign
             kill(out, server, how)
         except BaseException as failure:
             failures.append(failure)
+        finally:
+            if held_at is not None:
+                (out.parent / "log" / f"go-{held_at}").touch()
 
     thread = threading.Thread(target=strike)
     thread.start()
@@ -100,8 +115,9 @@ def test_a_server_dies(
 ) -> None:
     """Whether its process ends by itself or for its silence is told."""
     out = tmp_path / "out"
-    with struck(out, server, when=lambda: max(iterations_of(out), default=0) >= 8, how=how):
-        trained(tmp_path, "--tally", "--step-s", 0.02, strategy=strategy, options=COPIES, elastic="1:3", eval_every=24)
+    given = ["--tally", "--step-s", 0.02, *held(40)]
+    with struck(out, server, when=lambda: max(iterations_of(out), default=0) >= 8, how=how, held_at=40):
+        trained(tmp_path, *given, strategy=strategy, options=COPIES, elastic="1:3", eval_every=24)
     require_taken_over(out, server)
     assert re.match(why, of(out, "server_lost")[0]["details"]["why"])
     assert not of(out, "lost")
@@ -110,13 +126,18 @@ def test_a_server_dies(
     require_the_others_updates(out, server=server, gradients=48)
 
 
+HOLD_AFTER_A_DEATH = {"ps-asp": 40, "ps-bsp": 12}
+"""To which nobody comes before worker 1 is at its fifth step: two others make 32 steps of their own, and under ps-bsp
+all are at the same."""
+
+
 @pytest.mark.parametrize("strategy", ["ps-asp", "ps-bsp"])
 def test_a_worker_and_a_server_die_at_once(tmp_path: Path, ray_here: None, strategy: str) -> None:
-    out = tmp_path / "out"
-    with struck(out, 0, when=(tmp_path / "log" / "struck-1").exists):
+    out, held_at = tmp_path / "out", HOLD_AFTER_A_DEATH[strategy]
+    with struck(out, 0, when=(tmp_path / "log" / "struck-1").exists, held_at=held_at):
         trained(
-            tmp_path, "--tally", "--fail", "1:5:kill", "--step-s", 0.02, strategy=strategy, options=COPIES,
-            elastic="1:3", eval_every=16,
+            tmp_path, "--tally", "--fail", "1:5:kill", "--step-s", 0.02, *held(held_at), strategy=strategy,
+            options=COPIES, elastic="1:3", eval_every=16,
         )  # fmt: skip
     require_taken_over(out, 0)
     assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
@@ -129,10 +150,10 @@ def test_a_worker_and_a_server_die_at_once(tmp_path: Path, ray_here: None, strat
 def test_updates_are_of_whole_batches_when_a_worker_and_a_server_die_at_once(tmp_path: Path, ray_here: None) -> None:
     """Whoever takes over has what earlier rounds of the update have brought."""
     out = tmp_path / "out"
-    with struck(out, 0, when=(tmp_path / "log" / "struck-1").exists):
+    with struck(out, 0, when=(tmp_path / "log" / "struck-1").exists, held_at=12):
         trained(
-            tmp_path, "--fail", "1:5:kill", "--step-s", 0.02, strategy="ps-bsp", options=COPIES, elastic="1:3",
-            global_batch="keep", eval_every=8,
+            tmp_path, "--fail", "1:5:kill", "--step-s", 0.02, *held(12), strategy="ps-bsp", options=COPIES,
+            elastic="1:3", global_batch="keep", eval_every=8,
         )  # fmt: skip
     require_taken_over(out, 0)
     assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
@@ -240,8 +261,13 @@ def kill_host(network: Network, host: Host) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+HELD_AT = 92
+"""Of 100 gradients. All wait there until who is to be struck has been."""
+
+
 def finish_counted(process: subprocess.Popen[str], out: Path) -> None:
     """What a worker that is struck from outside has computed last may be dropped, and is computed again."""
+    (out.parent / "log" / f"go-{HELD_AT}").touch()
     end(process)
     assert not of(out, "left_over")
     require_counted(out, times=2, samples=SAMPLES)
@@ -249,7 +275,7 @@ def finish_counted(process: subprocess.Popen[str], out: Path) -> None:
 
 def copies_outlive_a_worker_in_its_push(network: Network, address: str, directory: Path) -> None:
     """It dies when it has told one server of three that its push counts; a server dies with it, on its host."""
-    given = ["--tally", "--fail-at", f"2:50:{BETWEEN_SERVERS}"]
+    given = ["--tally", "--fail-at", f"2:50:{BETWEEN_SERVERS}", *held(HELD_AT)]
     options = ["--strategy", "ps-asp", "--option", "servers=3", "--option", "replicas=1"]
     process, out = begin(network, address, directory, *given, workers=3, step_s=0.05, options=options)
     wait_for(process, out, num_steps=6)
@@ -265,7 +291,8 @@ def copies_outlive_a_worker_in_its_push(network: Network, address: str, director
 def copies_outlive_a_host(network: Network, address: str, directory: Path) -> None:
     """With a worker and a server on it, while a worker on another one is told that its push counts."""
     options = ["--strategy", "ps-asp", "--option", "servers=3", "--option", "replicas=1"]
-    process, out = begin(network, address, directory, "--tally", workers=3, step_s=0.05, options=options)
+    given = ["--tally", *held(HELD_AT)]
+    process, out = begin(network, address, directory, *given, workers=3, step_s=0.05, options=options)
     wait_for(process, out, num_steps=8)
     host = host_of(network, pids(out)["worker-2"])
     server = [each for each in range(3) if pids(out)[f"server-{each}"] in pids_on(host)]
@@ -280,7 +307,8 @@ def copies_outlive_a_host(network: Network, address: str, directory: Path) -> No
 def copies_outlive_a_host_that_is_cut_off(network: Network, address: str, directory: Path) -> None:
     """With the second server of two and a worker, which are silent."""
     options = ["--strategy", "ps-asp", "--option", "servers=2", "--option", "replicas=1"]
-    process, out = begin(network, address, directory, "--tally", workers=2, step_s=0.05, options=options)
+    given = ["--tally", *held(HELD_AT)]
+    process, out = begin(network, address, directory, *given, workers=2, step_s=0.05, options=options)
     wait_for(process, out, num_steps=8)
     host = host_of(network, pids(out)["worker-1"])
     (server,) = [each for each in range(2) if pids(out)[f"server-{each}"] in pids_on(host)]

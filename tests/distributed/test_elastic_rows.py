@@ -25,7 +25,14 @@ from tests.distributed.own_network import own_network
 from tests.distributed.test_elastic import SCRIPT, of, trained
 from tests.distributed.test_elastic_hosts import BETWEEN_SERVERS, PATIENCE_S, end, host_of, pids_on, wait_for
 from tests.distributed.test_elastic_hosts import start as begin
-from tests.distributed.test_elastic_replicas import COPIES, kill, require_taken_over, struck, struck_before
+from tests.distributed.test_elastic_replicas import (
+    COPIES,
+    HOLD_AFTER_A_DEATH,
+    kill,
+    require_taken_over,
+    struck,
+    struck_before,
+)
 from tests.distributed.test_elastic_servers import (
     AFTER_ASKING,
     BEFORE_ASKING,
@@ -161,9 +168,9 @@ def test_rows_in_files_go_on_with_any_number_of_workers(tmp_path: Path, ray_here
 
 @pytest.mark.parametrize("strategy", ["ps-asp", "ps-bsp"])
 def test_a_worker_and_a_server_die_at_once(tmp_path: Path, ray_here: None, strategy: str) -> None:
-    out = tmp_path / "out"
-    given = [*COUNTED, "--fail", "1:5:kill", "--step-s", 0.02]
-    with struck(out, 0, when=(tmp_path / "log" / "struck-1").exists):
+    out, held_at = tmp_path / "out", HOLD_AFTER_A_DEATH[strategy]
+    given = [*COUNTED, "--fail", "1:5:kill", "--step-s", 0.02, *held(held_at)]
+    with struck(out, 0, when=(tmp_path / "log" / "struck-1").exists, held_at=held_at):
         trained(tmp_path, *given, strategy=strategy, options=COPIES, elastic="1:3", eval_every=16)
     require_taken_over(out, 0)
     assert [event["who"] for event in of(out, "lost")] == ["worker-1"]
@@ -207,8 +214,8 @@ def servers_outlive_a_worker_in_its_step(network: Network, address: str, directo
 
 
 def copies_outlive_a_worker_and_a_server(network: Network, address: str, directory: Path) -> None:
-    """On the host of another worker."""
-    given = [*COUNTED, "--fail-at", f"2:70:{BETWEEN_SERVERS}"]
+    """On the host of another worker. All wait before the end until it has died."""
+    given = [*COUNTED, "--fail-at", f"2:70:{BETWEEN_SERVERS}", *held(88)]
     options = ["--strategy", "ps-asp", "--option", "servers=3", "--option", "replicas=1"]
     process, out = begin(network, address, directory, *given, workers=3, samples=SAMPLES, step_s=0.05, options=options)
     wait_for(process, out, num_steps=4)
@@ -216,6 +223,7 @@ def copies_outlive_a_worker_and_a_server(network: Network, address: str, directo
     there = host_of(network, pids(out)["worker-1"])
     (server,) = [each for each in range(3) if pids(out)[f"server-{each}"] in pids_on(there)]
     kill(out, server, signal.SIGKILL)
+    (out.parent / "log" / "go-88").touch()
     finish_counted(process, out, server=(server + 1) % 3)
     assert [event["who"] for event in of(out, "lost")] == ["worker-2"]
     assert [event["who"] for event in of(out, "server_lost")] == [f"server-{server}"]

@@ -156,8 +156,9 @@ def test_a_servers_death_ends_the_run(tmp_path: Path, ray_here: None, monkeypatc
         survive(self)
 
     monkeypatch.setattr(ElasticMembers, "survive", strike)
+    given = ["--epochs", 1000, "--step-s", 0.05]
     with pytest.raises(paceline.RunFailed, match=r"server 1 \(process \d+\) died"):
-        trained(tmp_path, "--step-s", 0.05, workers=2, strategy="ps-asp", options={"servers": 2}, elastic="1:2")
+        trained(tmp_path, *given, workers=2, strategy="ps-asp", options={"servers": 2}, elastic="1:2")
     assert not of(tmp_path / "out", "lost")
 
 
@@ -354,11 +355,12 @@ def test_a_worker_leaves_when_it_is_asked_to(start, tmp_path: Path) -> None:
     log.mkdir()
     command = start(
         "run", SCRIPT, "--strategy", "ps-ssp", "--workers", 3, "--elastic", "1:4", "--out", out, "--",
-        "--log", log, "--step-s", 0.05, "--samples", 960, "--epochs", 1,
+        "--log", log, "--step-s", 0.05, "--samples", 960, "--epochs", 1, *held(100),
     )  # fmt: skip
     assert wait_until(lambda: (log / "rank-2").exists())
     fewer = start("scale", out, "--workers", 2)
     assert "1 leave after their present step" in fewer.wait()
+    (log / "go-100").touch()
     output = command.wait()
     assert command.status == 0, output
     assert of(out, "left")[0]["who"] == "worker-2"

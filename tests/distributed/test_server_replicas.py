@@ -59,6 +59,15 @@ def kill(out: Path, server: int) -> float:
     return time.monotonic()
 
 
+HELD_AT = (100, 200)
+HOLDS = [word for step in HELD_AT for word in ("--hold", step)]
+
+
+def go_on(out: Path, step: int) -> None:
+    """No worker makes this step before."""
+    (out / f"go-{step}").touch()
+
+
 def has(out: Path, name: str) -> bool:
     return bool(of(out, name))
 
@@ -129,13 +138,14 @@ def undisturbed(cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Check
 
 def test_two_replicas_outlive_two_deaths(start_on_cluster: Start, undisturbed: Checkpoint, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = begin(start_on_cluster, out, "ps-bsp", steps=400, step_s=0.02, servers=3, replicas=2)
+    command = begin(start_on_cluster, out, "ps-bsp", *HOLDS, steps=400, step_s=0.02, servers=3, replicas=2)
     assert wait_until(lambda: num_steps(out) > 20)
     kill(out, 0)
     assert wait_until(lambda: has(out, "taken_over"), within_s=SOON_S)
-    before = num_steps(out)
-    assert wait_until(lambda: num_steps(out) > before)
+    go_on(out, 100)
+    assert wait_until(lambda: num_steps(out) > 2 * 100, within_s=SOON_S)
     kill(out, 2)  # which has taken over
+    go_on(out, 200)
     output = command.wait()
     assert command.status == 0, output
     assert [event["who"] for event in of(out, "server_lost")] == ["server-0", "server-2"]
@@ -155,13 +165,15 @@ def test_copies_are_made_anew(
 ) -> None:
     """Each key range has two copies, and lives through the deaths of both that had it at first."""
     out = tmp_path / "out"
-    command = begin(start_on_cluster, out, "ps-bsp", steps=400, step_s=0.02, servers=3, replicas=1, elastic=elastic)
+    settings = {"steps": 400, "step_s": 0.02, "servers": 3, "replicas": 1}
+    command = begin(start_on_cluster, out, "ps-bsp", *HOLDS, elastic=elastic, **settings)
     assert wait_until(lambda: num_steps(out) > 20)
     kill(out, 1)
     assert wait_until(lambda: len(of(out, "copied")) == 2, within_s=SOON_S)
-    before = num_steps(out)
-    assert wait_until(lambda: num_steps(out) > before)
+    go_on(out, 100)
+    assert wait_until(lambda: num_steps(out) > 2 * 100, within_s=SOON_S)
     kill(out, 0)
+    go_on(out, 200)
     output = command.wait()
     assert command.status == 0, output
     assert [event["who"] for event in of(out, "server_lost")] == ["server-1", "server-0"]

@@ -115,6 +115,7 @@ class Run:
     def restart(self) -> None:
         """What was on its way to and from the server is lost; what it had of its round, too."""
         self.core = self.made_core()
+        self.core.expect(self.number)
         self.is_open = False
         self.accepted[self.number] = []
         for process in self.processes:

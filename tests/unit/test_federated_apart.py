@@ -14,7 +14,7 @@ from paceline.layout import TensorSpec
 from paceline.membership import Membership
 from paceline.roster import Roster
 from paceline.strategies import build
-from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer
+from paceline.strategies.base import Context, Strategy, Synchronizer
 from paceline.strategies.elsewhere import ClientsElsewhere, ClientUpdate, ServerElsewhere
 from paceline.strategies.replica import describe
 
@@ -60,7 +60,7 @@ class Afar:
 
     def __init__(self, *, counts: set[int]) -> None:
         self._counts = counts
-        self.round, self.counted = -1, -1
+        self.round, self.counted, self.num_sent = -1, -1, 0
 
     def attach(self, state: Sequence[TensorSpec], update: Sequence[TensorSpec], *, samples: int) -> None:
         pass
@@ -74,7 +74,7 @@ class Afar:
         return False
 
     def send(self, update: Sequence[Tensor], *, scale: float) -> None:
-        pass
+        self.num_sent += 1
 
     def pulse(self) -> None:
         pass
@@ -168,15 +168,43 @@ def test_what_a_client_keeps_goes_with_the_updates_that_counted() -> None:
     assert found == pytest.approx([1.0, 1.0, 3.0, 3.0])
 
 
+@pytest.mark.parametrize(("counts", "kept"), [({0, 1}, 2.0), ({0}, 1.0)], ids=["counted", "late"])
+def test_a_client_that_ends_while_it_waits_goes_on_with_what_it_kept(counts: set[int], kept: float) -> None:
+    """Its checkpoint is of before the update left, and whether that counted the server says afterwards."""
+    strategy, server = build("scaffold", EVERYBODY), Afar(counts=counts)
+    synchronizer, model, optimizer = bound(strategy, server=server)
+    synchronizer.start()
+    played(synchronizer, model, optimizer, 1.0)
+    trained(synchronizer, model, optimizer, 2.0)
+    outcome = synchronizer.end_turn()
+    assert (outcome.iteration, server.num_sent) == (2, 1)
+    saved = {name: each.tensor for name, each in synchronizer.own_state().items()}
+
+    synchronizer, model, optimizer = bound(strategy, server=server)
+    synchronizer.restore({}, saved, iteration=outcome.iteration)
+    synchronizer.start()
+    assert own_control(synchronizer) == pytest.approx(kept)
+    assert played(synchronizer, model, optimizer, 5.0) == pytest.approx(kept)
+    assert server.num_sent == 2
+
+
 def played(synchronizer: Synchronizer, model: Model, optimizer: SGD, slope: float) -> float:
     """The client's own control after a turn, which is the mean gradient where it is kept (Karimireddy et al., ICML
     2020, option II)."""
+    trained(synchronizer, model, optimizer, slope)
+    assert not synchronizer.end_turn().admitted
+    assert synchronizer.wait_for_admission(pause_at=0).admitted
+    return own_control(synchronizer)
+
+
+def trained(synchronizer: Synchronizer, model: Model, optimizer: SGD, slope: float) -> None:
     synchronizer.begin_turn()
     for _ in range(4):
         optimizer.zero_grad()
         (slope * model.x).sum().backward()
         synchronizer.step(optimizer.step, pause_at=0)
-    outcome: StepOutcome = synchronizer.end_turn()
-    assert outcome.admitted
+
+
+def own_control(synchronizer: Synchronizer) -> float:
     own = [each.tensor for name, each in synchronizer.own_state().items() if name == "client.0.control.0"]
     return float(own[0])

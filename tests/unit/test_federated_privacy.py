@@ -98,6 +98,27 @@ def test_what_rounds_cost_is_the_accountants_figure() -> None:
     assert looking_ahead.epsilon(0) == 0
 
 
+@pytest.mark.parametrize(
+    ("privacy", "given"),
+    [(Central(noise=3.0), {}), (Local(noise=2.0), {}), (Central(noise=2.0), {"fraction": 0.2}), (None, {})],
+    ids=["noise", "whose", "fraction", "none"],
+)
+def test_rounds_that_cost_something_else_are_not_counted_with_others(
+    privacy: Privacy | None, given: dict[str, Any]
+) -> None:
+    before = guard(privacy, **given).own_state() if privacy is not None else {}
+    with pytest.raises(UsageError, match=r"epsilon of all rounds cannot be told.* privacy=central:noise=2"):
+        guard(Central(noise=2.0)).restore({name: each.tensor for name, each in before.items()})
+
+
+def test_a_clip_that_follows_norms_goes_on_and_another_one_is_as_it_is_given() -> None:
+    own = {name: each.tensor for name, each in guard(Central(noise=2.0, clip=3.0)).own_state().items()}
+    for quantile, clip in ((0.5, 3.0), (None, 1.0)):
+        goes_on = guard(Central(noise=2.0, clip=1.0, quantile=quantile))
+        goes_on.restore(own)
+        assert float(goes_on.own_state()["privacy.clip"].tensor) == clip
+
+
 def test_a_budget_that_allows_no_round_is_refused() -> None:
     with pytest.raises(UsageError, match=r"privacy.epsilon=0.1 allows no round: one costs \d"):
         guard(Central(noise=0.5, epsilon=0.1))

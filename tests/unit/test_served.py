@@ -151,6 +151,30 @@ def test_an_update_that_is_late_or_of_a_round_that_begins_again_has_not_counted(
     assert process.core.counted == 0
 
 
+def test_a_client_forgets_that_it_counted_in_a_round_that_began_again_without_it() -> None:
+    run = Run()
+    absent, other = attached(run, 0), attached(run, 1)
+    while run.number < 1 or absent.core.counted < 1:
+        run.now_s += 1.0
+        for each in (absent,) if run.number == 1 else (absent, other):
+            each.act(run.now_s)
+            each.train()
+            run.exchange(each)
+    run.restart()
+    run.processes = [other]
+    run.calm(rounds=1)
+    assert (run.accepted[1], run.number, absent.core.counted) == ([1], 2, 1)
+    run.processes = [absent, other]
+    while absent.core.round < 2:
+        run.now_s += 1.0
+        absent.act(run.now_s)
+        run.exchange(absent)
+        other.act(run.now_s)
+        other.train()
+        run.exchange(other)
+    assert absent.core.counted == 0
+
+
 def test_a_client_does_not_go_on_with_a_server_of_another_run() -> None:
     run = Run(min_clients=1)
     process = attached(run)
@@ -222,26 +246,49 @@ class Clock:
         return 0
 
 
-def test_who_is_at_its_turn_when_the_run_ends_still_gets_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Process(0, b"route")
-    clock = Clock(process, trains_from_s=100.0)
+def served(clock: Clock, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[ServedClients, torch.Tensor]:
+    """And what its model is, which is zeros."""
     monkeypatch.setattr(clients.time, "monotonic", clock.monotonic)
-    reporter = Mock(stop_requested=lambda: False)
-    served = ServedClients(
+    found = ServedClients(
         cast(ClientsSocket, clock),
         client_of={key_of(0): 0}.get,
         welcome={},
         rules=Rules(sampler=Uniform(), fraction=1.0, seed=0, deadline_s=60.0),
-        reporter=reporter,
+        reporter=Mock(stop_requested=lambda: False),
         say=lambda line: None,
+        **settings,
     )
-    value = [torch.full((3, 2), 0.0, dtype=torch.float64)]
-    served.describe(VECTOR.specs, VECTOR.specs, current=lambda: value)
-    assert not served.collect(0, lambda update: None)
+    value = torch.zeros((3, 2), dtype=torch.float64)
+    found.describe(VECTOR.specs, VECTOR.specs, current=lambda: [value])
+    return found, value
+
+
+def test_who_is_at_its_turn_when_the_run_ends_still_gets_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(0, b"route")
+    clock = Clock(process, trains_from_s=100.0)
+    server, value = served(clock, monkeypatch)
+    assert not server.collect(0, lambda update: None)
     assert process.core.phase is Phase.TRAINING
     assert 60.0 <= clock.now_s < 75.0
-    value[0].fill_(7.0)
-    served.farewell()
+    value.fill_(7.0)
+    server.farewell()
     assert process.core.phase is Phase.OVER
-    assert torch.equal(VECTOR.read(process.core.state)[0], value[0])
+    assert torch.equal(VECTOR.read(process.core.state)[0], value)
     assert 100.0 < clock.now_s < 120.0
+
+
+def test_a_server_that_was_killed_at_the_end_of_its_run_waits_for_those_who_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process(0, b"route")
+    clock = Clock(process, trains_from_s=1.0)
+    first, _ = served(clock, monkeypatch)
+    assert not first.collect(0, lambda update: None)
+    began_s = clock.now_s
+    cut(process)
+    again, value = served(clock, monkeypatch, goes_on=True)
+    value.fill_(7.0)
+    again.farewell()
+    assert process.core.phase is Phase.OVER
+    assert torch.equal(VECTOR.read(process.core.state)[0], value)
+    assert clock.now_s - began_s < 20.0

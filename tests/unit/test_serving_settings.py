@@ -10,9 +10,10 @@ from typing import Any
 import filelock
 import pytest
 
+from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.comm.tickets import Tickets, split_address
 from paceline.errors import UsageError
-from paceline.running import serving
+from paceline.running import manifest, serving
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,44 @@ def test_a_second_server_changes_nothing_of_the_first_ones_directory(
         assert seed == serving._seed_in(run, None) != serving._seed_in(tmp_path, None)
     with filelock.FileLock(run / "serving.lock", timeout=0):
         pass  # nothing is held any more
+
+
+@pytest.mark.parametrize("others", [{"engine": "virtual"}, {"engine": "served", "of": "0123456789abcdef"}], ids=str)
+def test_a_server_does_not_go_on_with_another_run(others: dict[str, str], tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text("")
+    manifest.write(tmp_path, others)
+    (tmp_path / FILE_NAME).write_bytes(before := Checkpoint(3, 1.0, {}, {}, [], [], 0).encode())
+    with pytest.raises(UsageError, match="is another run's, or another client's; give another --out"):
+        serving.serve(script, strategy="fed-avg:clients=2", tickets=tmp_path / "it", out=tmp_path, say=print)
+    assert manifest.read(tmp_path) == others
+    assert (tmp_path / FILE_NAME).read_bytes() == before
+
+
+def test_a_server_does_not_go_on_with_another_seed(tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text("")
+    tickets = Tickets.made(tmp_path / "it", num_clients=2, address=None)
+    manifest.write(tmp_path, {"engine": "served", "of": tickets.run})
+    (tmp_path / FILE_NAME).write_bytes(Checkpoint(3, 1.0, {}, {}, [], [], 5).encode())
+    with pytest.raises(UsageError, match="has another seed; leave --seed out"):
+        serving.serve(script, strategy="fed-avg:clients=2", tickets=tmp_path / "it", out=tmp_path, seed=6, say=print)
+
+
+def test_a_client_does_not_go_on_with_what_another_one_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor with what it kept in another run of this server's."""
+    tickets = Tickets.made(tmp_path / "it", num_clients=2, address="127.0.0.1:1")
+    (script := tmp_path / "train.py").write_text("")
+    monkeypatch.setattr(serving.JoinedRun, "welcome", lambda run: ("fed-avg", {}))
+    monkeypatch.setattr(serving.JoinedRun, "run", lambda *_: None)
+
+    def join(client: int, tag: str) -> None:
+        monkeypatch.setattr(serving.JoinedRun, "tag", tag)
+        serving.join(script, ticket=tickets.path_of(client), out=tmp_path / "out", say=lambda line: None)
+
+    join(0, "first")
+    join(0, "first")
+    for client, tag in ((1, "first"), (0, "second")):
+        with pytest.raises(UsageError, match="another client's; give another --out"):
+            join(client, tag)
 
 
 @pytest.mark.parametrize("settings", [{"min_clients": 0}, {"deadline_s": 0.0}, {"outweigh": 0.5}, {"over": 0.9}])

@@ -20,6 +20,8 @@ from paceline.strategies.elsewhere import ClientUpdate, Total
 from paceline.strategies.federated.secured import Masks
 
 _LOOK_S, _PATIENCE_S = 0.1, 10.0
+_RETURN_S = 15.0
+"""A client that waits for a server that was away is there within so long: it tries every 5 s at least."""
 _STRANGERS_S = 300.0
 """Time from one line of the log about connections without a ticket to the next."""
 _MOST_AT_ONCE = 64
@@ -33,6 +35,7 @@ class ServedClients:
         client_of: which client has a public key.
         welcome: what a client is told of the strategy.
         masks: under which clients hide their updates; none: they come as they are.
+        goes_on: clients may wait for a server that was here before this one.
         say: prints a line of the server's log.
     """
 
@@ -44,6 +47,7 @@ class ServedClients:
         welcome: Mapping[str, Any],
         rules: Rules,
         masks: Masks | None = None,
+        goes_on: bool = False,
         reporter: Reporter,
         say: Callable[[str], None],
     ) -> None:
@@ -59,6 +63,7 @@ class ServedClients:
         self._update = Form(())
         self._num_strangers, self._told_strangers_s = 0, -_STRANGERS_S
         self._round, self._began_s = 0, time.monotonic()
+        self._all_are_back_s = self._began_s + (_RETURN_S if goes_on else 0.0)
 
     def describe(
         self, state: Sequence[TensorSpec], update: Sequence[TensorSpec], *, current: Callable[[], Sequence[Tensor]]
@@ -77,6 +82,7 @@ class ServedClients:
     def collect(self, number: int, take: Callable[[ClientUpdate], None]) -> bool:
         assert self._core is not None
         assert self._state is not None
+        self._core.expect(number)
         while True:
             if self._collect(self._core, self._state, number, take):
                 return True
@@ -142,7 +148,9 @@ class ServedClients:
         core, ends_s = self._core, time.monotonic() + self._rules.deadline_s
         core.end(self._round + 1, self._state.write(self._current()))
         self.tell("the run is over, and clients that are there fetch its model")
-        while core.present(now_s := time.monotonic()) and now_s < ends_s and not self._reporter.stop_requested():
+        while (now_s := time.monotonic()) < ends_s and not self._reporter.stop_requested():
+            if now_s >= self._all_are_back_s and not core.present(now_s):
+                break
             self._pump(core)
         self._carry(core)
 

@@ -71,6 +71,7 @@ class ServedRun:
             welcome={"strategy": name_of(strategy), "options": options},
             rules=rules,
             masks=getattr(strategy, "secure", None),
+            goes_on=checkpoint is not None,
             reporter=self._reporter,
             say=say,
         )

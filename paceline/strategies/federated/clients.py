@@ -74,9 +74,7 @@ class Clients:
 
     def keep(self, client: int, controls: Sequence[Tensor], left: Sequence[Tensor] = ()) -> None:
         """The client's turn is over, and these are its own controls from here on, and what is left of its change."""
-        kept = {_PRIVATE + name: tensor for name, tensor in self.private.items()}
-        kept |= {f"{_CONTROL}{index}": control for index, control in enumerate(controls)}
-        kept |= {f"{_LEFT}{index}": tensor for index, tensor in enumerate(left)}
+        kept = {_PRIVATE + name: tensor for name, tensor in self.private.items()} | _besides(controls, left)
         if self._keeps_optimizer:
             state = export_state(self._replica.optimizer, self._replica.parameters)
             kept |= {_OPTIMIZER + name: tensor for name, tensor in state.items()}
@@ -84,6 +82,11 @@ class Clients:
             self._of_round[client] = {name: tensor.detach().clone() for name, tensor in kept.items()}
         elif kept:
             self._kept.put(client, kept)
+
+    def amend(self, client: int, controls: Sequence[Tensor], left: Sequence[Tensor]) -> None:
+        """These are its controls after all, and this is what is left of its change."""
+        if besides := _besides(controls, left):
+            self._kept.put(client, self._kept[client] | besides)
 
     def gathered(self, collective: Collective) -> dict[int, dict[str, Tensor]]:
         """What all workers' clients are to keep of the round. Collective call."""
@@ -127,6 +130,11 @@ def what_clients_keep(own: Sequence[Mapping[str, Tensor]]) -> tuple[frozenset[st
     """Of what workers gave as their own states: names of private layers, and what each client keeps."""
     all_own = {name: tensor for each in own for name, tensor in each.items()}
     return frozenset(_without(_INITIAL, all_own)), _without(_CLIENT, all_own)
+
+
+def _besides(controls: Sequence[Tensor], left: Sequence[Tensor]) -> dict[str, Tensor]:
+    of_controls = {f"{_CONTROL}{index}": control for index, control in enumerate(controls)}
+    return of_controls | {f"{_LEFT}{index}": tensor for index, tensor in enumerate(left)}
 
 
 def _without(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

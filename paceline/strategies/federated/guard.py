@@ -16,7 +16,7 @@ from paceline.seeding import derive
 from paceline.strategies.own_state import OwnState
 from paceline.transform import AddNoise, ClipNorm, outward
 
-_CLIP = "privacy.clip"
+_CLIP, _TERMS = "privacy.clip", "privacy.terms"
 
 
 @final
@@ -99,11 +99,26 @@ class Guard:
         return rest
 
     def own_state(self) -> dict[str, OwnState]:
-        return {_CLIP: OwnState(torch.tensor([self._clip], dtype=torch.float64), "same")}
+        clip = torch.tensor([self._clip], dtype=torch.float64)
+        return {_CLIP: OwnState(clip, "same"), _TERMS: OwnState(self._terms, "same")}
 
     def restore(self, own: Mapping[str, Tensor]) -> None:
-        if (clip := own.get(_CLIP)) is not None:
-            self._clip = float(clip)
+        """Take up what `own_state` gave. Raises UsageError where rounds have cost something else so far."""
+        of_older_versions = self._terms if _CLIP in own else torch.zeros(0)
+        if not torch.equal(own.get(_TERMS, of_older_versions), self._terms):
+            raise UsageError(
+                f"epsilon of all rounds cannot be told: those before the checkpoint had other noise than privacy="
+                f"{self._privacy}, or none, or other numbers of clients; resume with the options that the run began "
+                "with, or begin a run anew"
+            )
+        if self._privacy.follows_norms:
+            self._clip = float(own[_CLIP])
+
+    @property
+    def _terms(self) -> Tensor:
+        """What the cost of a round follows from, and on whom it falls."""
+        terms = [self._on_sum is not None, self._privacy.noise, self._rate, self._roster.participation.num_clients]
+        return torch.tensor(terms, dtype=torch.float64)
 
     def _generator(self, *of: str | int) -> torch.Generator:
         return torch.Generator().manual_seed(derive(self._seed, "privacy", *of))

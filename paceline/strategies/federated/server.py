@@ -17,7 +17,7 @@ from paceline.outer import Outer
 from paceline.server.state import export_state, import_state
 from paceline.strategies.base import Context
 from paceline.strategies.digests import require_same
-from paceline.strategies.elsewhere import ClientUpdate, ServerElsewhere
+from paceline.strategies.elsewhere import ClientUpdate
 from paceline.strategies.federated.buffers import change_of, moved, real_dtype
 from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.joining import Joined, Joining
@@ -26,10 +26,10 @@ from paceline.strategies.federated.rejecting import Rejecting
 from paceline.strategies.federated.scales import Scales
 from paceline.strategies.federated.secured import Masks
 from paceline.strategies.federated.uploading import Upload
-from paceline.strategies.own_state import OwnState
+from paceline.strategies.own_state import OUTER, OwnState, taken_up
 from paceline.strategies.replica import Replica, copy_tensors_from_first
 
-_OUTER, _CONTROL = "outer.", "shared_control."
+_CONTROL = "shared_control."
 
 
 @final
@@ -90,7 +90,7 @@ class ServerModel:
         self._start = self._present
         self._past = Past()
         self.controls = [torch.zeros_like(parameter) for parameter in self.trained] if has_controls else []
-        self._optimizer = outer.optimizer(self.parameters)
+        self._outer, self._optimizer, self._tell = outer, outer.optimizer(self.parameters), context.tell
         of_buffers = [
             TensorSpec(f"buffer.{index}", tuple(buffer.shape), real_dtype(buffer))
             for index, buffer in enumerate(self._shared_buffers)
@@ -102,6 +102,7 @@ class ServerModel:
         self._guard, self._hides = guard, guard is not None or masks is not None
         self._collective = context.collective
         self._clients, self._elsewhere, self._upload = context.clients, context.server, upload
+        self._outgoing: tuple[list[Tensor], float] | None = None
         self._allows_nonfinite = allows_nonfinite
         of_changes = upload.specs(self.parameters) if upload is not None else specs
         self._num_of_changes, self._is_masked = len(of_changes), masks is not None
@@ -146,18 +147,22 @@ class ServerModel:
     def _real_buffers(self) -> list[Tensor]:
         return [buffer.to(real_dtype(buffer)) for buffer in self._shared_buffers]
 
-    def begin(self, *, num_samples: int) -> bool:
-        """Before the first round: a client whose server is elsewhere waits for its turn there, and says how many
-        samples it has. Returns whether there is none."""
-        if self._elsewhere is None:
-            return False
+    def begin(self, *, num_samples: int) -> None:
+        """Before the first round: a client says to its server elsewhere how many samples it has."""
+        assert self._elsewhere is not None
         self._elsewhere.attach(*self._described, samples=num_samples)
-        return self._fetch(self._elsewhere)
 
     @torch.no_grad()
-    def _fetch(self, server: ServerElsewhere) -> bool:
+    def next_turn(self) -> bool:
+        """What a client's turn has come to leaves for the server elsewhere, which says when the next one begins.
+        Returns whether there is none."""
+        assert self._elsewhere is not None
+        if self._outgoing is not None:
+            update, scale = self._outgoing
+            self._elsewhere.send(update, scale=scale)
+            self._outgoing = None
         state = [torch.empty_like(tensor) for tensor in self._state]
-        is_over = server.next_turn(state)
+        is_over = self._elsewhere.next_turn(state)
         overwrite([*self.parameters, *self._shared_buffers, *self.controls], state)
         return is_over
 
@@ -241,7 +246,7 @@ class ServerModel:
         if self._guard is not None:
             *changes, _ = self._guard.outward(changes, client=client, round_number=round_number)
         rest = [] if self._is_masked else [*of_buffers, *controls]
-        self._elsewhere.send([*(coded or changes), *rest], scale=scale)
+        self._outgoing = [*(coded or changes), *rest], scale
 
     def _add(
         self,
@@ -294,10 +299,6 @@ class ServerModel:
         Returns:
             Whether anybody contributed, and whether a worker leaves, so that there is no further round.
         """
-        if self._elsewhere is not None:
-            if leaves:
-                self._elsewhere.leave()
-            return True, leaves or self._fetch(self._elsewhere)
         if self._clients is not None and not leaves:
             take = partial(self._take, round_number=round_number)
             leaves = self._clients.collect(round_number, take)
@@ -376,7 +377,7 @@ class ServerModel:
 
     def own_state(self) -> dict[str, OwnState]:
         """What is not in the global model; all workers have it alike."""
-        state = {f"{_OUTER}{name}": tensor for name, tensor in export_state(self._optimizer, self.parameters).items()}
+        state = {f"{OUTER}{name}": tensor for name, tensor in export_state(self._optimizer, self.parameters).items()}
         controls = {f"{_CONTROL}{index}": control for index, control in enumerate(self.controls)}
         guards = self._guard.own_state() if self._guard is not None else {}
         sent = self._joining.memory.own_state() if self._joining.memory is not None else {}
@@ -389,8 +390,7 @@ class ServerModel:
             self._guard.restore(own)
         if self._joining.memory is not None:
             self._joining.memory.restore(own)
-        state = {name.removeprefix(_OUTER): tensor for name, tensor in own.items() if name.startswith(_OUTER)}
-        import_state(self._optimizer, self.parameters, state)
+        import_state(self._optimizer, self.parameters, taken_up(self._outer, own, tell=self._tell))
         self._past.restore(own, num_parameters=len(self.parameters), num_buffers=len(self._shared_buffers))
         for index, control in enumerate(self.controls):
             if (saved := own.get(f"{_CONTROL}{index}")) is not None:

@@ -20,6 +20,7 @@ from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.private import private_names
 from paceline.strategies.federated.remembering import require_room
 from paceline.strategies.federated.round_result import RoundResult
+from paceline.strategies.federated.sent import Sent
 from paceline.strategies.federated.server import ServerModel
 from paceline.strategies.federated.uploading import Upload
 from paceline.strategies.finite import checked, may_step
@@ -41,16 +42,6 @@ class _Playing:
     num_steps: int = 0
     rates: dict[int, float] = field(default_factory=dict)
     """The sum over its steps of each parameter group's learning rate."""
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """What a client keeps of its turn: controls, and what a codec left out."""
-
-    round: int
-    client: int
-    if_counted: tuple[list[Tensor], list[Tensor]]
-    otherwise: tuple[list[Tensor], list[Tensor]]
 
 
 @final
@@ -101,10 +92,11 @@ class FederatedSynchronizer(Synchronizer):
             plain = sum(change.nbytes for change in self._server.parameters)
             self.facts = {"upload_bytes": self._upload.num_bytes(self._server.parameters), "uncoded_bytes": plain}
         self._playing: _Playing | None = None
-        self._sent: _Sent | None = None
+        self._sent: Sent | None = None
         self._num_played = 0  # of this round's turns
         self._num_steps = 0
         self._is_over = False
+        self._awaits_turn = False  # of a server elsewhere
         self._is_apart = False  # somebody is gone or comes, and those who are there have not met yet
         self._last: RoundResult | None = None
         if context.redealing is not None:
@@ -127,21 +119,25 @@ class FederatedSynchronizer(Synchronizer):
         if not self.iteration and self.context.server is None:
             self._server.take_up()
         if self.context.server is not None:
-            self._is_over = self._server.begin(num_samples=self._roster.turn(0).num_samples)
-            self._server.load()
+            self._server.begin(num_samples=self._roster.turn(0).num_samples)
+            self._await_turn()
 
     def end_turn(self) -> StepOutcome:
         if self._playing is not None:
             self._contribute(self._playing)
             if self._to_play():
                 self._server.load()
+            elif self.context.server is not None:
+                self._end_own_round()
             else:
                 self._join(leaves=False)
         return self._where()
 
     def wait_for_admission(self, *, pause_at: int) -> StepOutcome:
         """This worker has no client in the round, which it ends at once, unless others have left it some."""
-        if not self._to_play():
+        if self._awaits_turn:
+            self._await_turn()
+        elif not self._to_play():
             self._join(leaves=False)
         return self._where()
 
@@ -166,7 +162,10 @@ class FederatedSynchronizer(Synchronizer):
 
     def leave(self) -> None:
         """The script ended by itself; the run ends with this round, on all workers."""
-        self._join(leaves=True)
+        if self.context.server is not None:
+            self.context.server.leave()
+        else:
+            self._join(leaves=True)
 
     @property
     def owes(self) -> bool:
@@ -189,7 +188,21 @@ class FederatedSynchronizer(Synchronizer):
         return self._roster.of_round(self.iteration)[self._num_played :]
 
     def _where(self) -> StepOutcome:
-        return StepOutcome(self.iteration, stop=self._is_over, admitted=bool(self._to_play()))
+        admitted = not self._awaits_turn and bool(self._to_play())
+        return StepOutcome(self.iteration, stop=self._is_over, admitted=admitted)
+
+    def _end_own_round(self) -> None:
+        """A client whose server is elsewhere saves what it keeps before its update leaves: if it is ended while it
+        waits for its next turn, which may be long, it has kept what counts, and it draws no noise twice."""
+        self.iteration += 1
+        self._num_played, self._awaits_turn = 0, True
+
+    def _await_turn(self) -> None:
+        self._is_over = self._server.next_turn()
+        self._awaits_turn = False
+        self._settle()
+        self._look_at_budget()
+        self._server.load()
 
     def _contribute(self, playing: _Playing) -> None:
         """The turn is over."""
@@ -214,8 +227,8 @@ class FederatedSynchronizer(Synchronizer):
         if self.context.server is None:
             self._clients.keep(turn.client, controls, left)
         else:
-            own = [control.own for control in playing.controls]
-            self._sent = _Sent(self.context.server.round, turn.client, (controls, left), (own, known))
+            self._clients.keep(turn.client, [control.own for control in playing.controls], known)
+            self._sent = Sent(self.context.server.round, turn.client, controls, left)
         if turn.behind:
             factor = strategy.sampler.factor(turn.behind)
             changes = [factor * change for change in changes]
@@ -277,7 +290,6 @@ class FederatedSynchronizer(Synchronizer):
                 result.joined, round_number=self.iteration, num_clients=num_clients, num_kept=num_kept
             )
         self._tell_late()
-        self._settle()
         self.iteration += has_contributed or not self._is_over
         self._look_at_budget()
         self._num_played = 0
@@ -313,8 +325,8 @@ class FederatedSynchronizer(Synchronizer):
         """A client whose server is elsewhere learns with its next turn whether its update counted. If it was late or
         refused, or is of a round that begins again, controls, and what a codec left out, stay as they were."""
         sent, server = self._sent, self.context.server
-        if sent is not None and server is not None:
-            self._clients.keep(sent.client, *(sent.if_counted if server.counted >= sent.round else sent.otherwise))
+        if sent is not None and server is not None and server.counted >= sent.round:
+            self._clients.amend(sent.client, sent.controls, sent.left)
         self._sent = None
 
     def _look_at_budget(self) -> None:
@@ -385,12 +397,14 @@ class FederatedSynchronizer(Synchronizer):
         return {"epsilon": self._guard.epsilon(self.iteration)} if self._guard is not None else {}
 
     def own_state(self) -> dict[str, OwnState]:
-        return {**self._server.own_state(), **self._clients.own_state()}
+        sent = self._sent.own_state() if self._sent is not None else {}
+        return {**self._server.own_state(), **self._clients.own_state(), **sent}
 
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
         self.iteration = iteration
         self._server.restore(own)
         self._clients.restore(own)
+        self._sent = Sent.restored(own)
         self._look_at_budget()
 
     def close(self) -> None:

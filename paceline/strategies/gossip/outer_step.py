@@ -35,7 +35,7 @@ class OuterStep(Mixer):
         super().__init__(topology, own, rank=rank, size=size)
         self._averaging = Averaging(topology, own, rank=rank, size=size)
         self._slow = [nn.Parameter(values.clone()) for values in own.values]
-        self._optimizer = outer.optimizer(self._slow)
+        self._outer, self._optimizer = outer, outer.optimizer(self._slow)
 
     def outgoing(self, step: int) -> Mapping[int, Parcel]:
         return self._averaging.outgoing(step)
@@ -68,4 +68,4 @@ class OuterStep(Mixer):
             slow.data.copy_(state.get(f"{_SLOW}{place}", values))
         of_outer = {name: tensor for name, tensor in state.items() if name.startswith(_OPTIMIZER)}
         outer = {name.removeprefix(_OPTIMIZER): tensor for name, tensor in of_outer.items()}
-        import_state(self._optimizer, self._slow, outer)
+        import_state(self._optimizer, self._slow, self._outer.fitting(outer))

@@ -22,6 +22,7 @@ parser.add_argument("--rank", type=int, default=1, help="the rank, or the server
 parser.add_argument("--step", type=int, default=5)
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
+parser.add_argument("--hold", type=int, action="append", default=[], help="a step before which all wait for word")
 parser.add_argument("--loaders", type=int, default=0, help="processes that load data")
 parser.add_argument("--child", action="store_true", help="start a process that outlives the script")
 parser.add_argument("--results", type=Path, help="the run's result directory")
@@ -112,6 +113,8 @@ def batches():
 
 for step, x, y in batches():
     time.sleep(args.step_s)
+    while any(step >= each and not (args.results / f"go-{each}").exists() for each in args.hold):
+        time.sleep(0.01)
     if args.fault == "slow" and worker.rank == args.rank:
         time.sleep(1.0)
     is_now = step == args.step and worker.rank == (0 if args.fault == "kill-server" else args.rank)

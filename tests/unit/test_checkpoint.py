@@ -161,7 +161,7 @@ def test_other_torch_files_are_refused(content: Any) -> None:
 
 def test_another_format_is_named_so() -> None:
     buffer = io.BytesIO()
-    torch.save({"format": 6}, buffer)
+    torch.save({"format": 7}, buffer)
     with pytest.raises(UsageError, match="here is a checkpoint of another version of Paceline"):
         Checkpoint.decode(buffer.getvalue(), where="here")
 

@@ -43,6 +43,9 @@ class WorkerState:
     is the first one's alone."""
     beside: dict[str, tuple[int, int, Any]] = field(default_factory=dict)
     """For every loader after the first, by name: epoch, batches done, and the data set's state."""
+    script: dict[str, Any] | None = None
+    """The optimizer's `groups`, and the states of what else was given to `prepare` (`extra`), of a worker that goes its
+    own way through its script; none: they are the first one's."""
 
 
 @dataclass(frozen=True)
@@ -93,18 +96,15 @@ class Checkpoint:
 
     def require_plain(self) -> None:
         """Raises UsageError if weights-only torch files cannot hold something that the script has brought."""
-        for index, group in enumerate(self.groups):
-            for name, value in group.items():
-                require_plain(f"{name!r} of the optimizer's group {index}", _as_float(value))
+        plain_groups(self.groups)
         for name, state in self.extra.items():
             require_plain(f"the state of {name!r}", state)
 
     def plain(self) -> dict[str, Any]:
         """As plain data and tensors. Raises UsageError as `require_plain`."""
         self.require_plain()
-        groups = [{name: _as_float(value) for name, value in group.items()} for group in self.groups]
         content = {f.name: getattr(self, f.name) for f in fields(self)}
-        content["groups"] = groups
+        content["groups"] = plain_groups(self.groups)
         content["workers"] = [asdict(worker) for worker in self.workers]
         content["row_files"] = {table: [list(file) for file in files] for table, files in self.row_files.items()}
         return content
@@ -159,6 +159,15 @@ def _require_sound(raw: bytes, *, is_sealed: bool) -> None:
 def _as_float(value: Any) -> Any:
     """numpy's float64, which learning-rate schedules often return, is a float but no plain data."""
     return float(value) if isinstance(value, float) else value
+
+
+def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Hyperparameters of an optimizer's groups as plain data. Raises UsageError as `require_plain`."""
+    found = [{name: _as_float(value) for name, value in group.items()} for group in groups]
+    for index, group in enumerate(found):
+        for name, value in group.items():
+            require_plain(f"{name!r} of the optimizer's group {index}", value)
+    return found
 
 
 def require_plain(what: str, value: Any) -> None:

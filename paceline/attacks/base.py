@@ -43,7 +43,7 @@ class SentAttack(Attack, ABC):
         Args:
             own: what the worker would send if it were honest, 1-D.
             honest: what all honest workers send, one a row; or `own` as the only row, where nobody knows more.
-            size: number of workers, of which `workers` are hostile.
+            size: how many send, of which `workers` are hostile.
         """
 
 

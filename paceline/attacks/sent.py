@@ -90,8 +90,8 @@ class MinSum(SentAttack, name="min-sum"):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ModelReplacement(SentAttack, name="model-replacement"):
-    """The worker's own, times `boost`: by default as many as there are workers for each hostile one, so that the
-    mean becomes what these want (Bagdasaryan et al., AISTATS 2020, equation 3). Goes with an attack on its data."""
+    """The worker's own, times `boost`: by default as many as send for each hostile one of these, so that the mean
+    becomes what these want (Bagdasaryan et al., AISTATS 2020, equation 3). Goes with an attack on its data."""
 
     least_known: ClassVar[int] = 0
     boost: float | None = None

@@ -94,11 +94,13 @@ class HostileClients:
         for attack in self._attacks:
             least = max(1, attack.least_known)
             known = computed[is_honest] if int(is_honest.sum()) >= least else computed
-            for index, each in enumerate(contributions):
-                if self._is_hostile([attack], each.sender) and len(known) >= least:
-                    rows[index] = attack.sent(
-                        rows[index], known, size=self._num_clients, generator=self._generator(each, round_number)
-                    )
+            hostile = [index for index, each in enumerate(contributions) if self._is_hostile([attack], each.sender)]
+            if not hostile or len(known) < least:
+                continue
+            there = replace(attack, workers=len(hostile))
+            for index in hostile:
+                generator = self._generator(contributions[index], round_number)
+                rows[index] = there.sent(rows[index], known, size=len(rows), generator=generator)
         return [
             each if honest else each._replace(kind="gradient", tensors=_like(each.tensors, row))
             for each, row, honest in zip(contributions, rows, is_honest.tolist(), strict=True)

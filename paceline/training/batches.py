@@ -148,6 +148,7 @@ class Batches:
             )
             return
         self._course.start_once()
+        self._unstepped.forget()
         for feed in run.prepared.feeds.values():
             feed.handouts.end_pass()
         self._course.begin_turn()
@@ -157,6 +158,7 @@ class Batches:
             return
         self._run.prepared.feeds[name].handouts.end_data()
         if self._run.context.roster is not None:
+            self._unstepped.forget()
             self._course.end_turn()
 
     def _on_part(self, name: str, part: Part, place: Place) -> None:

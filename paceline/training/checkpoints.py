@@ -83,6 +83,8 @@ class Checkpoints:
         taken = self._last or self._taken()
         if self.survivor is not None:
             taken = replace(taken, worker=self.survivor.in_pause(taken.worker))
+        if self._run.context.roster is not None and not self._run.context.is_first:
+            taken = snapshot.with_own_script(taken)  # workers play clients of other sizes, and other numbers of them
         return snapshot.with_own_state(taken, own, is_first=self._run.context.is_first)
 
     def save(self, model: nn.Module, own: Snapshot, time_s: float, *, metrics: dict[str, float], is_last: bool) -> None:

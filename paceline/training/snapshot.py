@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint import Checkpoint, WorkerState
+from paceline.checkpoint import Checkpoint, WorkerState, plain_groups, require_plain
 from paceline.comm.base import Collective
 from paceline.errors import UsageError
 from paceline.seeding import random_state, set_random_state
@@ -63,6 +63,15 @@ def with_own_state(snapshot: Snapshot, own: Mapping[str, OwnState], *, is_first:
     tensors = {name: state.tensor.detach().cpu().clone() for name, state in own.items()}
     fates = {name: state.fate for name, state in own.items()}
     return replace(snapshot, worker=replace(snapshot.worker, own=tensors, fates=fates))
+
+
+def with_own_script(snapshot: Snapshot) -> Snapshot:
+    """The snapshot, with what the script has moved on by this worker's own steps. Raises UsageError for what a
+    checkpoint cannot hold."""
+    groups = plain_groups(snapshot.groups)
+    for name, state in snapshot.extra.items():
+        require_plain(f"the state of {name!r}", state)
+    return replace(snapshot, worker=replace(snapshot.worker, script={"groups": groups, "extra": snapshot.extra}))
 
 
 def gather_workers(collective: Collective, snapshot: Snapshot) -> list[WorkerState]:
@@ -182,12 +191,13 @@ def resume_script(
 ) -> None:
     """The script has come to where the snapshot was taken: what it has moved on since it began goes back there.
 
-    `worker`: whose random state is taken up; none: this one's stays.
+    `worker`: whose random state is taken up, and whose script, where workers go their own ways; none: this one's stays.
 
     Raises:
         UsageError: the checkpoint lacks the state of something given to `prepare`, or has other parameter groups.
     """
-    move_on(checkpoint.groups, checkpoint.extra, optimizers, extra)
+    script = (worker.script if worker is not None else None) or {"groups": checkpoint.groups, "extra": checkpoint.extra}
+    move_on(script["groups"], script["extra"], optimizers, extra)
     if worker is not None:
         set_random_state(worker.random_state)
 

@@ -20,6 +20,10 @@ class Unstepped:
         self._parameters, self._rank = parameters, rank
         self._before: list[Tensor] | None = None
 
+    def forget(self) -> None:
+        """The parameters are about to become others by no doing of the script's, as where a client's turn begins."""
+        self._before = None
+
     def look(self, *, has_trained: bool) -> None:
         """The script has not stepped yet, and asks for its next batch.
 

@@ -175,6 +175,34 @@ def test_hostile_clients_that_are_alone_in_a_round_go_by_what_they_have_computed
     assert after(strategy, clients, rounds=4, attacks=("alie:workers=2",)) == pytest.approx(unchanged, rel=1e-12)
 
 
+def test_whoever_replaces_the_model_goes_by_those_of_its_round() -> None:
+    """Two of six clients are hostile, and a round has two: what one sends counts twice where it is alone."""
+    options = {"clients": 6, "fraction": 0.34, "sampler": "cyclic", "weights": "equal"}
+    strategy, clients = build("fed-avg", options), [(0.0, 0.0, 1)] * 4 + [(1.0, 1.0, 1)] * 2
+    participation = strategy.participation()
+    assert participation is not None
+    x, numbers = 0.0, set()
+    for number in range(9):
+        drawn = participation.sampler.draw(number, sizes=(1,) * 6, fraction=0.34, seed=0)
+        num_hostile = sum(client >= 4 for client in drawn)
+        numbers.add(num_hostile)
+        x -= 0.1 * (x - 1) if num_hostile else 0.0
+    assert numbers == {0, 1, 2}
+    assert after(strategy, clients, rounds=9, attacks=("model-replacement:workers=2",)) == pytest.approx(x, rel=1e-12)
+
+
+def test_a_server_that_hides_changes_clips_hostile_ones_too() -> None:
+    """Noise of its own says nothing of what a client does that does not clip."""
+    clients = [(1.0, 0.0, 1), (1.0, 1.0, 1), (1.0, 1.0, 1)]
+    options = {"clients": 3, "fraction": 1.0, "privacy.noise": "1e-9", "privacy.clip": "0.5"}
+    attacks = ("ipm:strength=1000",)
+    central = after(build("dp-fed-avg", options), clients, rounds=1, attacks=attacks)
+    assert central == pytest.approx((0.1 - 0.5) / 3, abs=1e-6)
+    local = {"clients": 3, "fraction": 1.0, "privacy": "local:noise=1e-9:clip=0.5"}
+    unclipped = after(build("fed-avg", local), clients, rounds=1, attacks=attacks)
+    assert unclipped == pytest.approx((0.1 - 50.0) / 3, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

@@ -13,7 +13,7 @@ from paceline.strategies.federated.kept import Kept
 from paceline.strategies.own_state import Fate, OwnState
 from paceline.strategies.replica import Replica, named_parameters_of
 
-_CLIENT, _INITIAL = "client.", "initial."
+_CLIENT, _INITIAL, _IN_PLACE = "client.", "initial.", "in_place."
 _PRIVATE, _CONTROL, _OPTIMIZER, _LEFT = "private.", "control.", "optimizer.", "left."
 
 
@@ -58,14 +58,21 @@ class Clients:
     def load(self, client: int) -> list[Control]:
         """The client's turn begins; returns its controls, one a shared parameter."""
         kept = self._kept[client]
-        for name, tensor in self.private.items():
-            tensor.copy_(kept.get(_PRIVATE + name, self._initial[name]))
+        self._put(kept)
         self._replica.optimizer.state.clear()
         if state := _without(_OPTIMIZER, kept) or self._fresh:
             import_state(self._replica.optimizer, self._replica.parameters, state)
         zeros = map(torch.zeros_like, self._shared_controls)
         own = [kept.get(f"{_CONTROL}{index}", zero).to(zero.device) for index, zero in enumerate(zeros)]
         return [Control(*pair) for pair in zip(own, self._shared_controls, strict=True)]
+
+    def put_back(self, client: int) -> None:
+        """The client's turn came to nothing: its private layers are as it keeps them."""
+        self._put(self._kept[client])
+
+    def _put(self, kept: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.private.items():
+            tensor.copy_(kept.get(_PRIVATE + name, self._initial[name]))
 
     def left_of(self, client: int) -> list[Tensor]:
         """What the codec left out of the client's last change, one a tensor; nothing if it has kept nothing."""
@@ -100,21 +107,29 @@ class Clients:
         self._of_round = {}
 
     def own_state(self) -> dict[str, OwnState]:
-        """What a checkpoint holds of those clients that this worker keeps anything of; how private layers begin is the
-        same on all workers."""
+        """What a checkpoint holds of those clients that this worker keeps anything of, and the private layers that are
+        in place, since the model has their mean; how they begin is the same on all workers."""
         initial = {_INITIAL + name: OwnState(tensor, "same") for name, tensor in self._initial.items()}
         fate: Fate = "same" if self._by_all else "reset"
-        return initial | {
-            f"{_CLIENT}{client}.{name}": OwnState(tensor, fate)
-            for client in self._kept
-            for name, tensor in self._kept[client].items()
-        }
+        in_place = {} if self._by_all else {_IN_PLACE + name: OwnState(each) for name, each in self.private.items()}
+        return (
+            initial
+            | in_place
+            | {
+                f"{_CLIENT}{client}.{name}": OwnState(tensor, fate)
+                for client in self._kept
+                for name, tensor in self._kept[client].items()
+            }
+        )
 
     @torch.no_grad()
     def restore(self, own: Mapping[str, Tensor]) -> None:
         """Take up what `own_state` gave, as far as it is there."""
         for name, tensor in _without(_INITIAL, own).items():
             self._initial[name].copy_(tensor)
+        private = self.private
+        for name, tensor in _without(_IN_PLACE, own).items():
+            private[name].copy_(tensor)
         clients: dict[int, dict[str, Tensor]] = {}
         for path, tensor in _without(_CLIENT, own).items():
             client, _, name = path.partition(".")

@@ -63,6 +63,10 @@ class Guard:
         """Whether so many rounds cost more than the run may."""
         return self._privacy.epsilon is not None and self.epsilon(num_rounds) > self._privacy.epsilon
 
+    def clipped(self, sent: Contribution) -> Contribution:
+        """What a client sends that does not clip itself, as the server takes it: it clips what it adds noise to."""
+        return sent if self._on_sum is None else ClipNorm(self._clip).outward(sent)
+
     def outward(self, changes: Sequence[Tensor], *, client: int, round_number: int) -> list[Tensor]:
         """What leaves the client: its change, shortened and with its own noise, and at the end whether it was within
         the clip, as 1/2 or -1/2."""

@@ -1,7 +1,8 @@
 """What a round's clients contribute, joined over all workers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, final
 
 import torch
@@ -14,6 +15,7 @@ from paceline.layout import TensorSpec, by_group
 from paceline.strategies.base import Context
 from paceline.strategies.bucketing import allocated
 from paceline.strategies.elsewhere import SumOfClients
+from paceline.strategies.federated.guard import Guard
 from paceline.strategies.federated.rejecting import Rejecting
 from paceline.strategies.federated.remembering import Memory
 from paceline.strategies.federated.secured import Masks, SecureSum, flat
@@ -22,11 +24,17 @@ _TALLY = TensorSpec("tally", (5,), torch.float64)
 """The sum of weights, how many contributions there are, how many workers leave, and samples and batches of all."""
 
 
+def _summed(dtype: torch.dtype) -> torch.dtype:
+    """What is added up in single precision: a client's samples times its change may be more than a half has room for,
+    and a sum of many loses what single ones add to it."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 class Joined(NamedTuple):
     """What a round came to, the same on every worker."""
 
     gradients: Sequence[Tensor]
-    """The joined contributions, in memory that holds them until `Joining.clear`."""
+    """The joined contributions, in memory that holds them until `Joining.clear`; of halves, in single precision."""
     num_contributions: int
     is_last: bool
     """A worker leaves, so that there is no further round."""
@@ -46,6 +54,7 @@ class Joining:
         masks: has these summed so that nobody sees one client's; the others are then 0, as long as nobody changes
             them.
         rejecting: judges contributions; none: all count.
+        guard: clips what hostile clients send, if anything does.
 
     Raises:
         UsageError: the context has hostile clients, who would have to know what masks hide.
@@ -60,7 +69,9 @@ class Joining:
         num_changes: int,
         masks: Masks | None = None,
         rejecting: Rejecting | None = None,
+        guard: Guard | None = None,
     ) -> None:
+        self._guard = guard
         self._aggregator, self._specs, self._num_changes = aggregator, specs, num_changes
         self._corrupt, self._rejecting = context.corrupt_clients, rejecting
         if masks is not None and self._corrupt is not None:
@@ -71,7 +82,7 @@ class Joining:
         self._secure: SumOfClients | None = None
         needs_each = self._corrupt is not None or masks is not None or rejecting is not None
         self._keeps_sum = aggregator.streams and not needs_each
-        self._layout = by_group([*specs, _TALLY])
+        self._layout = by_group([*(replace(spec, dtype=_summed(spec.dtype)) for spec in specs), _TALLY])
         self._held: list[Contribution] = []
         self.join_among(context)
         # Where a round may have to be ended anew, this worker's part outlives the exchange.
@@ -136,11 +147,7 @@ class Joining:
             return found
         everything = sorted(self._gathered(), key=lambda contribution: contribution.sender)
         if self._corrupt is not None:
-            sent = self._corrupt(list(map(self._changes, everything)), round_number)
-            everything = [
-                each._replace(tensors=[*changes.tensors, *each.tensors[self._num_changes :]])
-                for each, changes in zip(everything, sent, strict=True)
-            ]
+            everything = self._corrupted(self._corrupt, everything, round_number)
         if self._rejecting is not None:
             everything = self._rejecting.kept(everything, round_number)
             found = found._replace(num_contributions=len(everything))
@@ -154,6 +161,22 @@ class Joining:
                 f"round {round_number + 1}: aggregate={self._aggregator}: {error}; draw more clients (fraction), as "
                 "many in each round (sampler=uniform)"
             ) from None
+
+    def _corrupted(
+        self,
+        corrupt: Callable[[Sequence[Contribution], int], list[Contribution]],
+        everything: Sequence[Contribution],
+        round_number: int,
+    ) -> list[Contribution]:
+        """What hostile clients send in the place of what they have computed."""
+        honest = list(map(self._changes, everything))
+        sent = corrupt(honest, round_number)
+        if self._guard is not None:
+            sent = [each if each is own else self._guard.clipped(each) for each, own in zip(sent, honest, strict=True)]
+        return [
+            each._replace(tensors=[*changes.tensors, *each.tensors[self._num_changes :]])
+            for each, changes in zip(everything, sent, strict=True)
+        ]
 
     def _sum_under_masks(self, secure: SumOfClients, round_number: int) -> int:
         """The sums become the mean; returns over how many clients."""

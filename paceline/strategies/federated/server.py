@@ -115,7 +115,13 @@ class ServerModel:
             self._clients.describe(*self._described, current=lambda: self._state)
         self._rejecting = Rejecting(reject, context, self._model_with) if reject is not None else None
         self._joining = Joining(
-            context, of_client, aggregator, num_changes=len(specs), masks=masks, rejecting=self._rejecting
+            context,
+            of_client,
+            aggregator,
+            num_changes=len(specs),
+            masks=masks,
+            rejecting=self._rejecting,
+            guard=guard,
         )
         self._scales = Scales(are_counted=normalises)
 
@@ -207,16 +213,25 @@ class ServerModel:
         """What this worker's steps took off the parameters that they began with."""
         return [server - local for server, local in zip(self.anchors, self.trained, strict=True)]
 
+    @torch.no_grad()
+    def changes_of_buffers(self) -> list[Tensor]:
+        """The same of buffers. Raises UsageError if one has another shape than when it was prepared."""
+        return [
+            change_of(name, server, local)
+            for name, server, local in zip(self._buffer_names, self._start[1], self._buffers, strict=True)
+        ]
+
     def first_nonfinite(self, changes: Sequence[Tensor]) -> str | None:
-        """The name of a parameter whose change is not finite."""
-        return next((name for name, change in zip(self._names, changes, strict=True) if not is_finite(change)), None)
+        """The name of a parameter, or buffer, whose change is not finite."""
+        named = zip([*self._names, *self._buffer_names], changes, strict=False)
+        return next((name for name, change in named if not is_finite(change)), None)
 
     @torch.no_grad()
     def contribute(
         self,
         client: int,
         changes: Sequence[Tensor],
-        controls: Sequence[Tensor],
+        rest: Sequence[Tensor],
         *,
         weight: float,
         scale: float,
@@ -226,27 +241,21 @@ class ServerModel:
         """One client's part in the round.
 
         Args:
+            rest: what the client changed of buffers, and what its own controls grew by.
             coded: what the changes travel as, where they are encoded.
-            controls: what the client's own ones grew by.
             scale: changes are joined divided by it, and what comes of them counts times the joint of all scales.
 
         Raises:
-            UsageError: a buffer has another shape than when it was prepared.
+            UsageError: a buffer was changed, which nothing hides.
         """
-        of_buffers = [
-            change_of(name, server, local)
-            for name, server, local in zip(self._buffer_names, self._start[1], self._buffers, strict=True)
-        ]
         if self._hides:
-            self._require_unchanged(of_buffers)
+            self._require_unchanged(rest)
         if self._elsewhere is None:
-            rest = [*of_buffers, *controls]
             self._add(client, _divided(changes, scale), rest, weight=weight, scale=scale, round_number=round_number)
             return
         if self._guard is not None:
             *changes, _ = self._guard.outward(changes, client=client, round_number=round_number)
-        rest = [] if self._is_masked else [*of_buffers, *controls]
-        self._outgoing = [*(coded or changes), *rest], scale
+        self._outgoing = [*(coded or changes), *([] if self._is_masked else rest)], scale
 
     def _add(
         self,
@@ -413,7 +422,7 @@ class ServerModel:
         remaining = iter(gradients[:-1])
         scale = float(gradients[-1]) if self._scales.are_counted and gradients[-1] else 1.0
         for parameter, gradient in zip(self.parameters, remaining, strict=False):
-            parameter.grad = gradient if scale == 1.0 else gradient.mul_(scale)
+            parameter.grad = (gradient if scale == 1.0 else gradient.mul_(scale)).to(parameter.dtype)
         self._optimizer.step()
         self._optimizer.zero_grad()
         for buffer, gradient in zip(self._shared_buffers, remaining, strict=False):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
 from paceline.correction import Control, correct
-from paceline.errors import PeerLost, UsageError
+from paceline.errors import NonFiniteGradient, PeerLost, UsageError
 from paceline.roster import Roster, Turn
 from paceline.seeding import derive, seed_everything
-from paceline.strategies.base import Context, StepOutcome, Synchronizer, non_finite
+from paceline.strategies.base import Context, StepOutcome, Synchronizer
 from paceline.strategies.context import Redealing
 from paceline.strategies.federated.clients import Clients
 from paceline.strategies.federated.guard import Guard
@@ -39,9 +39,12 @@ class _Playing:
 
     turn: Turn
     controls: list[Control]
+    rates: list[float]
+    """The sum of the learning rates of those steps for which each shared parameter had a gradient, if it has a
+    control."""
+    num_batches_before: int
+    """That the script had been handed when it began."""
     num_steps: int = 0
-    rates: dict[int, float] = field(default_factory=dict)
-    """The sum over its steps of each parameter group's learning rate."""
 
 
 @final
@@ -145,7 +148,10 @@ class FederatedSynchronizer(Synchronizer):
         turn = self._to_play()[0]
         if turn.behind:
             self._server.load(behind=turn.behind)
-        self._playing = _Playing(turn, self._clients.load(turn.client))
+        controls = self._clients.load(turn.client)
+        for parameter in self.replica.parameters:
+            parameter.grad = None  # what is left of another client's batches
+        self._playing = _Playing(turn, controls, [0.0] * len(controls), self.progress().num_batches)
         seed_everything(derive(self.context.seed, "turn", turn.round, turn.client))
 
     @property
@@ -209,11 +215,12 @@ class FederatedSynchronizer(Synchronizer):
         self._playing = None
         self._num_played += 1
         turn, strategy = playing.turn, self._strategy
-        changes = self._server.changes()
-        culprit = self._server.first_nonfinite(changes) if strategy.nonfinite != "allow" else None
+        changes, of_buffers = self._server.changes(), self._server.changes_of_buffers()
+        culprit = self._server.first_nonfinite([*changes, *of_buffers]) if strategy.nonfinite != "allow" else None
         if culprit is not None and strategy.nonfinite == "raise":
-            raise non_finite(rank=self.context.rank, step=self._num_steps, parameter=culprit)
-        if culprit is not None or not playing.rates:
+            raise _non_finite_change(turn, culprit, rank=self.context.rank)
+        if culprit is not None or not playing.num_steps:
+            self._clients.put_back(turn.client)
             return
         controls = self._kept_controls(playing, changes)
         growth = [after - before.own for after, before in zip(controls, playing.controls, strict=True)]
@@ -235,8 +242,9 @@ class FederatedSynchronizer(Synchronizer):
         weight = float(turn.num_samples if strategy.weights == "samples" else 1) * turn.times
         scale = self._path_length(playing) if strategy.normalise else 1.0
         number = turn.round
+        rest = [*of_buffers, *growth]
         self._server.contribute(
-            turn.client, changes, growth, weight=weight, scale=scale, round_number=number, coded=coded
+            turn.client, changes, rest, weight=weight, scale=scale, round_number=number, coded=coded
         )
         if self.context.server is None and self.context.pacing.is_simulated:
             self._carry()
@@ -253,10 +261,9 @@ class FederatedSynchronizer(Synchronizer):
         correction = self._strategy.correction
         if correction is None or not playing.controls:
             return []
-        groups = self._server.groups
         return [
-            correction.kept(control, change / playing.rates[group])
-            for control, change, group in zip(playing.controls, changes, groups, strict=True)
+            correction.kept(control, change / rate) if rate else control.own
+            for control, change, rate in zip(playing.controls, changes, playing.rates, strict=True)
         ]
 
     def _path_length(self, playing: _Playing) -> float:
@@ -367,14 +374,22 @@ class FederatedSynchronizer(Synchronizer):
         if not applies or is_skipped_by_scaler(self.replica.optimizer):
             return StepOutcome(self.iteration, staleness=-1)
         playing.num_steps += 1
-        for number, group in enumerate(self.replica.optimizer.param_groups):
-            playing.rates[number] = playing.rates.get(number, 0.0) + float(group["lr"])
+        if playing.controls:
+            self._add_rates(playing)
         return StepOutcome(self.iteration, staleness=playing.turn.behind)
+
+    def _add_rates(self, playing: _Playing) -> None:
+        rates = [float(group["lr"]) for group in self.replica.optimizer.param_groups]
+        for index, (parameter, group) in enumerate(zip(self._server.trained, self._server.groups, strict=True)):
+            if parameter.grad is not None:
+                playing.rates[index] += rates[group]
 
     @contextmanager
     def _resting(self, playing: _Playing) -> Iterator[None]:
-        """Private and shared layers take turns: those that rest have no gradient meanwhile."""
-        is_private_first = playing.num_steps < self._strategy.private_epochs * playing.turn.num_batches
+        """Private and shared layers take turns: those that rest have no gradient meanwhile. Batches tell whose turn it
+        is, since a step may be of several."""
+        num_batches = self.progress().num_batches - playing.num_batches_before
+        is_private_first = num_batches <= self._strategy.private_epochs * playing.turn.num_batches
         shared = set(map(id, self._server.trained))
         resting = [each for each in self.replica.parameters if (id(each) in shared) == is_private_first]
         gradients = [parameter.grad for parameter in resting]
@@ -410,3 +425,10 @@ class FederatedSynchronizer(Synchronizer):
     def close(self) -> None:
         self._clients.close()
         self._server.close()
+
+
+def _non_finite_change(turn: Turn, name: str, *, rank: int) -> NonFiniteGradient:
+    return NonFiniteGradient(
+        f"round {turn.round + 1}: what client {turn.client} changed of {name!r} on rank {rank} is not finite, and does "
+        "not count (lower the learning rate or clip; --option nonfinite=skip leaves such clients out)"
+    )

@@ -1,7 +1,7 @@
 """The errors Paceline raises. Each message names the culprit and, where there is one, the remedy."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class PacelineError(Exception):
@@ -61,6 +61,6 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f"; known are {', '.join(names)}" if names else ""
 
 
-def unknown(kind: str, word: str, known: Iterable[str]) -> UsageError:
-    """The error for a name that is not among the known ones, with the near miss suggested."""
-    return UsageError(f"unknown {kind} {word!r}{suggest(word, known)}")
+def unknown(kind: str, word: str, known: Iterable[str], *, meant: Sequence[str] = ()) -> UsageError:
+    """The error for a name that is not among the known ones, with what was meant, or else the near miss, suggested."""
+    return UsageError(f"unknown {kind} {word!r}{f'; did you mean {meant[0]!r}?' if meant else suggest(word, known)}")

@@ -121,6 +121,13 @@ def piece_in(hint: Any) -> type[Piece] | None:
     return next((part for part in parts if isinstance(part, type) and issubclass(part, Piece)), None)
 
 
+def takes(hint: Any, text: Any, option: str) -> bool:
+    """Whether a field of this type, with this text, holds a piece that has such an option."""
+    kind = piece_in(hint)
+    piece = named(kind).get(str(text).partition(":")[0]) if kind is not None else None
+    return piece is not None and option in (field.name for field in fields(piece))  # type: ignore[arg-type]
+
+
 def read_value(name: str, value: Any, hint: Any) -> Any:
     """Text as the type that an option has; other values as they are. Raises UsageError if the text is not of it."""
     if not isinstance(value, str):

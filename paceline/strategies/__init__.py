@@ -333,12 +333,14 @@ def build(text: str, options: Mapping[str, Any] | None = None) -> Strategy:
     hints = get_type_hints(entry.strategy)
     given: dict[str, Any] = {}
     of_pieces: dict[str, dict[str, Any]] = {}
-    for key, value in {**written, **(options or {})}.items():
+    asked = {**written, **(options or {})}
+    for key, value in asked.items():
         option, dot, own = key.partition(".")
         if option in entry.refuses:
             raise UsageError(f"{name} has no option {option}: it {entry.refuses[option]}")
         if option not in entry.options or (dot and pieces.piece_in(hints[option]) is None):
-            raise unknown(f"option for {name}", key, entry.options)
+            of_piece = [f"{each}.{key}" for each in entry.options if pieces.takes(hints[each], asked.get(each), key)]
+            raise unknown(f"option for {name}", key, entry.options, meant=of_piece)
         if dot:
             of_pieces.setdefault(option, {})[own] = value
         else:

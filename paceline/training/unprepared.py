@@ -127,7 +127,8 @@ class _Hook:
                 raise UsageError(
                     f"{type(optimizer).__name__} steps the parameter {culprit!r} of a prepared model and was not "
                     "prepared itself, so each worker would train it alone; give prepare every optimizer, by name: "
-                    "prepare(model=..., optimizer_1=..., optimizer_2=..., data=...)"
+                    "prepare(model=..., optimizer_1=..., optimizer_2=..., data=...). If it is to take the "
+                    "prepared one's place, make it before prepare"
                 )
         setattr(optimizer, _MARK, now)
         self._look_at_strange(optimizer)

@@ -79,7 +79,7 @@ REFUSED: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "to other numbers and back": {("all-reduce", *SERVERS): CONVERTED, ("gossip",): MOVED},
     "parametrised late": {SERVERS: NO_GRADIENT},
     "small weights to zero": {SERVERS: IN_PLACE},
-    "another optimizer": {EVERYWHERE: r"SGD steps the parameter '1\.weight' .*give prepare every optimizer, by name"},
+    "another optimizer": {EVERYWHERE: r"SGD steps the parameter '1\.weight' .*give prepare every .*make it before"},
     "state forgotten": {SERVERS: STATE},
     "state cleared": {SERVERS: STATE},
     "a parameter dropped": {SERVERS: r"the optimizer has no parameter '3\.bias' any more.*or use all-reduce"},

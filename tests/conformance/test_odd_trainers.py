@@ -33,7 +33,7 @@ from tests.conformance.odd_trainers import Advancing
 from tests.conformance.scripts import BATCH_SIZE, EXACT, assert_close, launched, samples
 from tests.covering import covering, left_to
 
-ANOTHER = r"SGD steps the parameter '\d\.\w+' of a prepared model.*give prepare every optimizer, by name"
+ANOTHER = r"SGD steps the parameter '\d\.\w+' of a prepared model.*give prepare every optimizer.*make it before"
 REPLACED = r"parameter '.*' was moved or replaced after prepare on rank \d.*before prepare"
 NEVER_STEPS = r"rank \d: the script changes the parameters batch after batch and never calls optimizer\.step\(\)"
 IN_THREAD = r"nothing can be waited for in a thread that the script has started; call backward\(\)"

@@ -75,6 +75,11 @@ def save_checkpoint(directory: Path, *, workers: int = 2, seed: int = 0) -> Path
         ("--strategy all-reduc", "unknown strategy 'all-reduc'; did you mean 'all-reduce'?"),
         ("--strategy ps-bsp --option server=2", "unknown option for ps-bsp 'server'; did you mean 'servers'?"),
         ("--strategy single --option servers=2", "unknown option for single 'servers'; known are nonfinite"),
+        (
+            "--strategy all-reduce:codec=top-k:ratio=0.1",
+            "unknown option for all-reduce 'ratio'; did you mean 'codec.ratio'?",
+        ),
+        ("--strategy single:ratio=0.1", "unknown option for single 'ratio'; known are nonfinite"),
         ("--strategy ps-bsp --option servers=two", "option servers='two' is not a whole number"),
         ("--strategy ps-bsp --option servers=0", "servers must be at least 1, not 0"),
         ("--strategy ps-bsp --option combine=sometimes", "combine must be one of auto, always, never, not 'sometimes'"),

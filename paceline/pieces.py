@@ -129,8 +129,10 @@ def takes(hint: Any, text: Any, option: str) -> bool:
 
 
 def read_value(name: str, value: Any, hint: Any) -> Any:
-    """Text as the type that an option has; other values as they are. Raises UsageError if the text is not of it."""
+    """Text as the type that an option has; other values as they are. Raises UsageError if it is none of these."""
     if not isinstance(value, str):
+        if hint is int and isinstance(value, float):
+            raise UsageError(f"option {name}={value!r} is not a whole number")
         return value
     if (kind := piece_in(hint)) is not None:
         return read(kind, value)
@@ -138,6 +140,8 @@ def read_value(name: str, value: Any, hint: Any) -> Any:
         if any(value in get_args(part) for part in get_args(hint)):
             return value
         hint = next(part for part in get_args(hint) if part is not type(None))
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        raise UsageError(f"{name} must be one of {', '.join(map(str, get_args(hint)))}, not {value!r}")
     if get_origin(hint) is Literal or hint is str:
         return value
     if hint is bool:

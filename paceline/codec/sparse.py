@@ -44,7 +44,7 @@ class TopK(TensorCodec, name="top-k"):
 
     def decode(self, payload: Payload, like: Tensor, *, seed: int) -> Tensor:
         values, places = payload
-        return torch.zeros_like(like).view(-1).index_copy_(0, places.long(), values.to(like.dtype)).view(like.shape)
+        return _with(like, places.long(), values)
 
 
 @final
@@ -72,23 +72,30 @@ class RandomK(TensorCodec, name="random-k"):
 
     def encode(self, tensor: Tensor, *, seed: int) -> Payload:
         places = self._places(tensor, seed)
-        return (tensor.reshape(-1)[places].to(torch.float32) * (tensor.numel() / len(places)),)
+        return (tensor.reshape(-1)[places].to(torch.float32) * (tensor.numel() / max(1, len(places))),)
 
     def decode(self, payload: Payload, like: Tensor, *, seed: int) -> Tensor:
         places = self._places(like, seed)
-        return torch.zeros_like(like).view(-1).index_copy_(0, places, payload[0].to(like.dtype)).view(like.shape)
+        return _with(like, places, payload[0])
 
     def _places(self, tensor: Tensor, seed: int) -> Tensor:
         total, count = tensor.numel(), _count(tuple(tensor.shape), self.ratio)
         chance = drawing(seed, torch.device("cpu"))
-        first, step = torch.randint(total, (2,), generator=chance).tolist()
-        while math.gcd(step, total) != 1:
+        first, step = torch.randint(max(1, total), (2,), generator=chance).tolist()
+        while math.gcd(step, total) > 1:
             step += 1
-        return torch.arange(count, device=tensor.device).mul_(step).add_(first).remainder_(total)
+        return torch.arange(count, device=tensor.device).mul_(step).add_(first).remainder_(max(1, total))
 
 
 def _count(shape: Shape, ratio: float) -> int:
-    return max(1, math.ceil(ratio * math.prod(shape)))
+    """How many are sent: one at least of those that there are."""
+    return math.ceil(ratio * math.prod(shape))
+
+
+def _with(like: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """A tensor of zeros, but for these values at these places of it as a flat one."""
+    flat = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
+    return flat.index_copy_(0, places, values.to(like.dtype)).view(like.shape)
 
 
 def _require_part(ratio: float) -> None:

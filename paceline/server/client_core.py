@@ -126,9 +126,10 @@ class ClientCore:
             if server.coded is None or push.void:
                 continue
             if push.is_last or not server.is_coded:
-                server.coded.take_along(stands_in=push.stands_in)
+                server.coded.take_along(stands_in=push.stands_in, weight=push.weight)
                 continue
-            server.coded.encode(step=self._begun_at + self._clock, stands_in=push.stands_in)
+            step = self._begun_at + self._clock
+            server.coded.encode(step=step, stands_in=push.stands_in, weight=push.weight)
             if server.is_beside or not self._carries_bytes:
                 server.coded.decode_in_place(by_server=not server.is_beside)
 

@@ -23,6 +23,8 @@ class PushCoding:
     Args:
         left: what has been left out of pushes so far, laid out like the model; none: it is forgotten.
         beside: what servers on this worker's host get is coded, too.
+        is_weighted: an update is of all workers' pushes, whose weights always add up to as much. So what is left out of
+            one is kept as it would have counted there, and counts as much in one of another weight.
         spend: where time is simulated: coding has taken so many seconds.
         operation_s: what each operation takes then, besides its bytes.
     """
@@ -31,6 +33,7 @@ class PushCoding:
     seed: int
     left: Tensor | None = None
     beside: bool = False
+    is_weighted: bool = False
     spend: Callable[[float], None] | None = None
     operation_s: float = 0.0
 
@@ -83,19 +86,28 @@ class CodedPushes:
         """Whether what a server gets goes through the codec."""
         return self._coding.beside or not is_beside
 
-    def take_along(self, *, stands_in: bool) -> None:
-        """The gradients are there, and become what is owed in all: they go as they are, and nothing is left out."""
+    def take_along(self, *, stands_in: bool, weight: float = 1.0) -> None:
+        """The gradients are there, and become what is owed in all: they go as they are, and nothing is left out.
+
+        Args:
+            weight: of the push.
+        """
         for part in self._shards:
             part.raw = None
             if part.left is None or not part.may_owe or stands_in:
                 continue
             for tensor, left in zip(part.gradients, part.left, strict=True):
-                tensor.add_(left, alpha=self._coding.codec.decay)
+                tensor.add_(left, alpha=self._coding.codec.decay / self._counted(weight))
             part.left_next = [torch.zeros_like(left) for left in part.left]
 
-    def encode(self, *, step: int, stands_in: bool) -> None:
-        """The gradients are there. `stands_in`: they are of another worker's samples."""
-        codec = self._coding.codec
+    def encode(self, *, step: int, stands_in: bool, weight: float = 1.0) -> None:
+        """The gradients are there.
+
+        Args:
+            stands_in: they are of another worker's samples.
+            weight: of the push.
+        """
+        codec, counted = self._coding.codec, self._counted(weight)
         self._seed = derive(self._coding.seed, "push", step, self._rank)
         for shard, part in enumerate(self._shards):
             payloads: list[Tensor] = []
@@ -103,12 +115,18 @@ class CodedPushes:
             for number, tensor in enumerate(part.gradients):
                 seed = derive(self._seed, self._server, shard, number)
                 before = None if part.left is None or stands_in else part.left[number]
+                if before is not None and counted != 1.0:
+                    before = before / counted
                 payload, after = self._memory.encode(codec, tensor, before, seed=seed)
                 payloads += payload
                 if after is not None:
-                    part.left_next.append(after)
+                    part.left_next.append(after if counted == 1.0 else after.mul_(counted))
             part.raw = as_bytes(tuple(payloads))
         self._spend(lambda: self._coding_s[0])
+
+    def _counted(self, weight: float) -> float:
+        """By how much what is left out of a push of this weight would have counted."""
+        return weight if self._coding.is_weighted and weight else 1.0
 
     def decode_in_place(self, *, by_server: bool = False) -> None:
         """The server reads the gradients where the worker has them: those of a push that is under way become what it

@@ -56,14 +56,20 @@ def coding_of(codec: Codec | None, scope: Scope, context: Context) -> Coding | N
     return replace(coding, among_hosts=True, place=(context.local_rank, context.local_size))
 
 
-def push_coding_of(codec: TensorCodec | None, scope: Scope, context: Context, layout: Layout) -> PushCoding | None:
-    """How a worker codes what it pushes to servers. Raises UsageError for tensors that no codec knows."""
+def push_coding_of(
+    codec: TensorCodec | None, scope: Scope, context: Context, layout: Layout, *, is_weighted: bool
+) -> PushCoding | None:
+    """How a worker codes what it pushes to servers. Raises UsageError for tensors that no codec knows.
+
+    Args:
+        is_weighted: as `PushCoding` has it.
+    """
     if codec is None:
         return None
     for segment in layout.segments:
         require_real(codec, segment.dtype)
     left = torch.zeros(layout.num_bytes, dtype=torch.uint8) if codec.feedback else None
-    pacing, coding = context.pacing, PushCoding(codec, context.seed, left, beside=scope == "all")
+    pacing, coding = context.pacing, PushCoding(codec, context.seed, left, scope == "all", is_weighted)
     if not pacing.is_simulated:
         return coding
     return replace(coding, spend=pacing.spend, operation_s=pacing.operation_s)

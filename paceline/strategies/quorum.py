@@ -123,7 +123,8 @@ class QuorumSynchronizer(Synchronizer):
         self._outer.to_host()
         outer = spec_of(strategy.outer.optimizer([nn.Parameter(torch.zeros(1))]))
         assert strategy.codec is None or isinstance(strategy.codec, TensorCodec)  # others are refused
-        coding = push_coding_of(strategy.codec, strategy.codec_scope, context, layout)
+        is_of_all = strategy.quorum == context.size
+        coding = push_coding_of(strategy.codec, strategy.codec_scope, context, layout, is_weighted=is_of_all)
         self._left = left_of(coding, layout)
         store.attach(layout, outer, self._outer.host, self._changed.host, coding=coding)
         if strategy.codec is not None:

@@ -116,7 +116,7 @@ class ServerSynchronizer(Synchronizer):
         self._groups = hyperparameters(replica.optimizer)
         self._attributes = own_attributes(replica.optimizer)
         self._parameters.to_host()
-        coding = push_coding_of(codec, codec_scope, context, layout)
+        coding = push_coding_of(codec, codec_scope, context, layout, is_weighted=self._is_weighted and not is_partial)
         self._left, self._is_coded = left_of(coding, layout), coding is not None
         store.attach(
             layout,

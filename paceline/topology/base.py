@@ -79,6 +79,18 @@ class Topology(Piece, ABC):
         return _keeps_mean(self, size)
 
     @final
+    def comes_together(self, size: int) -> bool:
+        """Whether mixing that keeps the mean and joins all takes all to it. Where some worker keeps a part of its own
+        model it does; where none does, models may swap places for ever."""
+        steps = range(self.period(size))
+        if any(self.neighbours(step, rank, size).own_weight > 0 for step in steps for rank in range(size)):
+            return True
+        product = torch.eye(size, dtype=torch.float64)
+        for step in steps:
+            product = self.matrix(step, size) @ product
+        return float(torch.linalg.eigvals(product - 1 / size).abs().max()) < 1 - 1e-9
+
+    @final
     def joins_all(self, size: int) -> bool:
         """Whether what any worker has reaches every other in the end."""
         return _joins_all(self, size)

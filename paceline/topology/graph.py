@@ -1,8 +1,10 @@
 """Topologies that users draw themselves."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from paceline.errors import UsageError
@@ -34,7 +36,7 @@ class Graph(Topology):
         given = {other: graph.edges[other, rank].get("weight") for other in sorted(near)}
         if given and None not in given.values():
             own = graph.edges[rank, rank].get("weight") if graph.has_edge(rank, rank) else None
-            return {rank: 1 - sum(given.values()) if own is None else own, **given}
+            return _checked(rank, own, given)
         if any(weight is not None for weight in given.values()):
             raise ValueError(f"some links to worker {rank} have a weight, and others have none")
         if graph.is_directed():
@@ -66,12 +68,41 @@ class EdgeList(Topology, name="edge-list"):
     def graph(self) -> Graph:
         import networkx  # here: it takes a while to load
 
-        kind = networkx.DiGraph if self.directed else networkx.Graph
+        graph: networkx.Graph[int] = networkx.DiGraph() if self.directed else networkx.Graph()
         try:
-            read = networkx.read_edgelist(self.file, create_using=kind, nodetype=int, data=(("weight", float),))
-        except (OSError, TypeError, IndexError, ValueError) as error:
+            for line in Path(self.file).read_text().splitlines():
+                if fields := line.partition("#")[0].split():
+                    _add_link(graph, line, fields)
+        except (OSError, ValueError) as error:
             raise UsageError(f"{self.file} cannot be read as a list of links, two ranks a line: {error}") from None
-        return Graph(read)
+        return Graph(graph)
 
     def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
         return self.graph.sources(step, rank, size)
+
+
+def _checked(rank: int, own: float | None, given: Mapping[int, float]) -> dict[int, float]:
+    """A worker's weights; a link of weight 0 is none. Raises ValueError for weights with which models run away."""
+    for other, weight in given.items():
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"the link from worker {other} to worker {rank} has the weight {weight:g}; take 0 to 1")
+    if own is None:
+        own = 1 - sum(given.values())
+        own = 0.0 if math.isclose(own, 0, abs_tol=1e-9) else own  # up to rounding
+    if not 0 <= own < math.inf:
+        raise ValueError(
+            f"the links to worker {rank} weigh {sum(given.values()):g} together, and its own model {own:g}; make them "
+            "weigh at most 1, or leave all weights out"
+        )
+    return {rank: own, **{other: weight for other, weight in given.items() if weight}}
+
+
+def _add_link(graph: "networkx.Graph[int]", line: str, fields: Sequence[str]) -> None:
+    """Raises ValueError for a line that is no link, or one that is there with another weight."""
+    if not 2 <= len(fields) <= 3:
+        raise ValueError(f"{line!r} is none")
+    one, other = int(fields[0]), int(fields[1])
+    about = {"weight": float(fields[2])} if len(fields) == 3 else {}
+    if graph.has_edge(one, other) and graph.edges[one, other] != about:
+        raise ValueError(f"{line!r} gives a link another weight than a line before it")
+    graph.add_edge(one, other, **about)

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
 
+from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.cluster.description import Cluster, Hosts, Servers
 from paceline.codec import PowerSGD
 from paceline.codec.costs import coding_s
@@ -148,6 +150,41 @@ def test_servers_count_votes_as_workers_do(servers: int, tmp_path: Path) -> None
     served = run(tmp_path / "servers", "ps-bsp", "sign", options=options, **settings)
     assert served.iteration == among.iteration == 8
     assert torch.equal(parameters(served), parameters(among))
+
+
+def train_on_means(worker: Worker, out: Path) -> None:
+    """Gradients are means of inputs, whatever the parameters are; the last step of a pass has fewer samples for some
+    workers than for others."""
+    model = nn.Linear(10, 1, bias=False)
+    data = TensorDataset(problem().tensors[0][:94])
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=4))
+    for _ in range(2):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("coded", "plain", "options", "owed"),
+    [
+        ("ps-bsp", "all-reduce", {"combine": "never"}, "push.0.left"),
+        ("async-diloco", "local-sgd", {"every": 3, "quorum": 3, "outer": "average"}, "left.0"),
+    ],
+)
+def test_what_is_left_out_of_uneven_batches_counts_once(
+    coded: str, plain: str, options: dict[str, Any], owed: str, tmp_path: Path
+) -> None:
+    """As much as it would have counted in its own step."""
+    settings: dict[str, Any] = {"script": train_on_means, "workers": 3}
+    every = {name: options[name] for name in ("every",) if name in options}
+    whole = run(tmp_path / "plain", plain, None, options=every, **settings)
+    sent = run(tmp_path / "coded", coded, "top-k:ratio=0.1", options=options, **settings)
+    checkpoint = Checkpoint.decode((sent.directory / FILE_NAME).read_bytes(), where="the run's")
+    left = torch.stack([worker.own[owed].flatten()[:10] for worker in checkpoint.workers]).mean(0)
+    assert float(left.abs().max()) > 1e-3
+    scale = 0.1 if coded == "ps-bsp" else 1.0  # of gradients, or of changes, which are taken off
+    torch.testing.assert_close(parameters(sent) - left * scale, parameters(whole), rtol=1e-5, atol=1e-6)
 
 
 # --- gradients that are not finite -----------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def random(*shape: int, seed: int = 1) -> Tensor:
 
 
 @each_codec
-@pytest.mark.parametrize("shape", [(1,), (7,), (256,), (1000,), (12, 34), (3, 5, 7), ()], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (7,), (256,), (1000,), (12, 34), (3, 5, 7), (), (0,), (4, 0)], ids=str)
 def test_bytes_are_counted_and_read_again(codec: TensorCodec, shape: tuple[int, ...]) -> None:
     tensor = random(*shape)
     payload = codec.encode(tensor, seed=3)
@@ -66,6 +66,14 @@ def test_bytes_are_counted_and_read_again(codec: TensorCodec, shape: tuple[int, 
     assert torch.equal(decoded, codec.decode(payload, tensor, seed=3))
     assert decoded.shape == tensor.shape
     assert decoded.dtype == tensor.dtype
+
+
+@each_codec
+def test_how_elements_lie_in_memory_makes_no_difference(codec: TensorCodec) -> None:
+    tensor = random(4, 3, 5, 2)
+    apart = tensor.to(memory_format=torch.channels_last)
+    payload, other = codec.encode(tensor, seed=3), codec.encode(apart, seed=3)
+    assert torch.equal(codec.decode(payload, tensor, seed=3), codec.decode(other, apart, seed=3))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -27,6 +27,7 @@ class Shape(Piece):
 class Box(Shape, name="box"):
     width: int = 1
     is_open: bool = False
+    kind: Literal["flat", "tall"] = "flat"
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ def test_options_may_stand_behind_the_name() -> None:
         ({"shape": "box:width=1", "shape.width": "2"}, "width is given twice"),
         ({"shape": "box:width=one"}, "width='one' is not a whole number"),
         ({"shape": "box:is_open=1"}, "neither true nor false"),
+        ({"shape": "box:kind=round"}, "kind must be one of flat, tall, not 'round'"),
+        ({"size": 1.5}, "size=1.5 is not a whole number"),
         ({"shape": "pile"}, "pile needs height, as in shape=pile and shape.height="),
         ({"shape": "box:width"}, "not of the form"),
         ({"shape": "Unnamed"}, "Unnamed"),

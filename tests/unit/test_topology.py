@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,7 +222,7 @@ def test_directed_links_go_from_sender_to_receiver(tmp_path: Path) -> None:
     assert topology.neighbours(0, 0, 3).sends_to.keys() == {1, 2}  # the file was read once
 
 
-@pytest.mark.parametrize("content", [None, "0 one\n", "0 1 heavy\n"])
+@pytest.mark.parametrize("content", [None, "0 one\n", "0 1 heavy\n", "0,1\n1,2\n", "0 1\n2\n", "0 1 0.2\n1 0 0.3\n"])
 def test_a_file_that_is_no_list_of_links_is_refused(content: str | None, tmp_path: Path) -> None:
     path = tmp_path / "links.txt"
     if content is not None:
@@ -244,6 +245,33 @@ def test_receivers_are_those_whose_sources_name_the_sender() -> None:
     assert dict(Onward().neighbours(2, 1, 5).receives_from) == {0: 0.5}
 
 
+def weighted(*links: tuple[int, int, float]) -> Graph:
+    graph = networkx.Graph()
+    graph.add_weighted_edges_from(links)
+    return Graph(graph)
+
+
+@pytest.mark.parametrize(
+    ("topology", "size", "do"),
+    [
+        (weighted((0, 1, 1.0)), 2, False),
+        (weighted(*((rank, (rank + 1) % 4, 0.5) for rank in range(4))), 4, False),
+        (weighted(*((rank, (rank + 1) % 5, 0.5) for rank in range(5))), 5, True),
+        (weighted((0, 1, 0.5)), 2, True),
+        (Ring(), 4, True),
+        (RandomPairs(), 7, True),
+    ],
+)
+def test_workers_that_swap_their_models_never_agree(topology: Topology, size: int, do: bool) -> None:
+    assert topology.keeps_mean(size)
+    assert topology.joins_all(size)
+    assert topology.comes_together(size) is do
+
+
+def test_a_link_without_weight_is_none() -> None:
+    assert not weighted((0, 1, 0.5), (1, 2, 0.0)).joins_all(3)
+
+
 @pytest.mark.parametrize(
     ("topology", "size", "reason"),
     [
@@ -251,6 +279,9 @@ def test_receivers_are_those_whose_sources_name_the_sender() -> None:
         (Torus(3), 8, "8 workers make no torus of 3 rows"),
         (Hypercube(), 6, "a power of two of workers, not 6"),
         (Graph(networkx.from_edgelist([(0, 1), (1, 2, {"weight": 0.5})])), 3, "some links to worker 1 have a weight"),
+        (weighted((0, 1, 1.0), (1, 2, 1.0)), 3, "the links to worker 1 weigh 2 together, and its own model -1"),
+        (weighted((0, 1, -0.5), (1, 2, 0.5)), 3, "the link from worker 1 to worker 0 has the weight -0.5"),
+        (weighted((0, 1, math.nan)), 2, "the weight nan"),
     ],
 )
 def test_a_topology_that_is_none_of_so_many_workers_is_refused(topology: Topology, size: int, reason: str) -> None:

@@ -133,6 +133,11 @@ class Gossip(Strategy):
             raise UsageError(f"under {topology} some of {num_workers} workers never hear of some others")
         if self.mode in ("average", "outer") and not keeps_mean:
             raise UsageError(f"the weights of {topology} do not keep the mean of all models; use mode=push-sum")
+        if self.mode in ("average", "outer") and not topology.comes_together(num_workers):
+            raise UsageError(
+                f"under {topology} workers keep nothing of their own models, and swap them for ever; make the weights "
+                "of links smaller"
+            )
 
     @property
     def traits(self) -> Traits:

@@ -83,13 +83,14 @@ def serve(
         device=cast(DeviceChoice, device),
     )
     from paceline.cli import tables
+    from paceline.errors import UsageError
     from paceline.pieces import parse_options
     from paceline.running import serving
     from paceline.strategies import build
 
     options = parse_options(option or [], where="--option")
-    if clients is not None:
-        options = {"clients": str(clients), **options}
+    if clients is not None and options.setdefault("clients", str(clients)) != str(clients):
+        raise UsageError(f"--clients {clients} and --option clients={options['clients']} differ; give one of them")
     plan = build(strategy, options)
     console = Console(stderr=True, soft_wrap=True)
 

@@ -26,8 +26,11 @@ def ticket(
     Example: paceline ticket tickets --clients 8 --address server.example.org
     """
     from paceline.comm.tickets import Tickets
+    from paceline.errors import UsageError
 
     if revoke is not None:
+        if clients is not None or address is not None:
+            raise UsageError("--revoke makes no tickets; leave --clients and --address out")
         Tickets(directory).revoke(revoke)
         typer.echo(f"client {revoke} is refused from now on")
         return

@@ -9,8 +9,10 @@ from typing import Any
 
 import filelock
 import pytest
+from typer.testing import CliRunner
 
 from paceline.checkpoint import FILE_NAME, Checkpoint
+from paceline.cli.app import app
 from paceline.comm.tickets import Tickets, split_address
 from paceline.errors import UsageError
 from paceline.running import manifest, serving
@@ -104,6 +106,23 @@ def test_a_client_does_not_go_on_with_what_another_one_keeps(tmp_path: Path, mon
     for client, tag in ((1, "first"), (0, "second")):
         with pytest.raises(UsageError, match="another client's; give another --out"):
             join(client, tag)
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("serve {script} --clients 5 --option clients=3", "--clients 5 and --option clients=3 differ"),
+        ("ticket {it} --revoke 1 --clients 5", "--revoke makes no tickets; leave --clients"),
+        ("ticket {it} --revoke 1 --address here", "--revoke makes no tickets; leave --clients"),
+    ],
+)
+def test_what_says_two_things_at_once_is_refused(command: str, reason: str, tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text("")
+    Tickets.made(it := tmp_path / "it", num_clients=2, address="here")
+    result = CliRunner().invoke(app, command.format(script=script, it=it).split())
+    assert result.exit_code != 0
+    assert reason in f"{result.output}{result.exception}"
+    assert Tickets(it).listed()["1"] is not None
 
 
 @pytest.mark.parametrize("settings", [{"min_clients": 0}, {"deadline_s": 0.0}, {"outweigh": 0.5}, {"over": 0.9}])

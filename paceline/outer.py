@@ -192,6 +192,14 @@ def require_in_range(outer: Outer) -> None:
         raise UsageError(f"outer={outer}: {error}") from None
 
 
+def names_of_state(outer: Outer) -> frozenset[str]:
+    """What the optimizer keeps of each parameter."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad, optimizer = torch.zeros(1), outer.optimizer([parameter])
+    optimizer.step()
+    return frozenset(name for name, value in optimizer.state[parameter].items() if value is not None)
+
+
 @torch.no_grad()
 def take_changes(outer: Sequence[Tensor], local: Sequence[Tensor], changes: Sequence[Tensor], *, weight: float) -> None:
     """`changes` become the pseudo-gradients weight * (outer - local), tensor by tensor."""

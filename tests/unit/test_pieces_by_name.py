@@ -95,7 +95,7 @@ def test_options_may_stand_behind_the_name() -> None:
         ({"shape": "box:width=1", "shape.width": "2"}, "width is given twice"),
         ({"shape": "box:width=one"}, "width='one' is not a whole number"),
         ({"shape": "box:is_open=1"}, "neither true nor false"),
-        ({"shape": "pile"}, "pile needs height, as in shape=pile and shape.height="),
+        ({"shape": "pile"}, "pile needs height, as in pile:height="),
         ({"shape": "box:width"}, "not of the form"),
         ({"shape": "Unnamed"}, "Unnamed"),
         ({"size.width": "1"}, "size.width"),

@@ -13,7 +13,7 @@ from paceline.aggregate import Aggregator, Contribution, Validation
 from paceline.arrays import clones, is_finite, overwrite
 from paceline.errors import UsageError
 from paceline.layout import TensorSpec
-from paceline.outer import Outer
+from paceline.outer import Outer, names_of_state
 from paceline.server.state import export_state, import_state
 from paceline.strategies.base import Context
 from paceline.strategies.digests import require_same
@@ -90,7 +90,7 @@ class ServerModel:
         self._start = self._present
         self._past = Past()
         self.controls = [torch.zeros_like(parameter) for parameter in self.trained] if has_controls else []
-        self._optimizer = outer.optimizer(self.parameters)
+        self._outer, self._optimizer = outer, outer.optimizer(self.parameters)
         of_buffers = [
             TensorSpec(f"buffer.{index}", tuple(buffer.shape), real_dtype(buffer))
             for index, buffer in enumerate(self._shared_buffers)
@@ -393,13 +393,14 @@ class ServerModel:
         return {name: OwnState(tensor, "same") for name, tensor in {**state, **controls}.items()} | guards | sent | past
 
     def restore(self, own: Mapping[str, Tensor]) -> None:
-        """Take up what `own_state` gave, as far as it is there."""
+        """Take up what `own_state` gave, as far as it is there; of another outer optimizer, no state."""
         if self._guard is not None:
             self._guard.restore(own)
         if self._joining.memory is not None:
             self._joining.memory.restore(own)
         state = {name.removeprefix(_OUTER): tensor for name, tensor in own.items() if name.startswith(_OUTER)}
-        import_state(self._optimizer, self.parameters, state)
+        if {name.partition(".")[2] for name in state} == names_of_state(self._outer):
+            import_state(self._optimizer, self.parameters, state)
         self._past.restore(own, num_parameters=len(self.parameters), num_buffers=len(self._shared_buffers))
         for index, control in enumerate(self.controls):
             if (saved := own.get(f"{_CONTROL}{index}")) is not None:

@@ -1,5 +1,6 @@
 """What is changed in a worker's local step: a term that is added to its gradients."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,10 @@ class Proximal(Correction, name="proximal"):
     """Draws a worker back to where its round began (FedProx: Li et al., MLSys 2020, section 3.2)."""
 
     mu: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mu < math.inf:
+            raise ValueError(f"mu must be at least 0 and finite, not {self.mu:g}")
 
     def term(self, parameter: Tensor, anchor: Tensor, control: Control | None = None) -> Tensor:
         return self.mu * (parameter - anchor)

@@ -37,7 +37,8 @@ class Outer(Piece, ABC):
         optimizer = self.optimizer([trial])
         trial.grad = torch.zeros(1)
         optimizer.step()
-        return dict(state) if {name.partition(".")[2] for name in state} == set(optimizer.state[trial]) else {}
+        kept = {name for name, value in optimizer.state[trial].items() if value is not None}
+        return dict(state) if {name.partition(".")[2] for name in state} == kept else {}
 
 
 @final

@@ -79,7 +79,7 @@ def read(kind: type[P], text: str, settings: Mapping[str, Any] | None = None) ->
             raise unknown(f"option for {what} {name}", key, known)
     for key, field in known.items():
         if key not in given and _default(field) is MISSING:
-            raise UsageError(f"{what} {name} needs {key}, as in {what}={name} and {what}.{key}=...")
+            raise UsageError(f"{what} {name} needs {key}, as in {name}:{key}=...")
     values = {key: read_value(key, value, hints[key]) for key, value in given.items()}
     try:
         return pieces[name](**values)

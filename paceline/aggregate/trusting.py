@@ -57,7 +57,7 @@ class FoolsGold(ByGram, name="fools-gold"):
         alike = _cosines(gram).fill_diagonal_(0)
         most = alike.max(dim=1).values
         pardoned = alike.where(most[:, None] >= most[None, :], alike * (most[:, None] / most[None, :]))
-        trust = (1 - pardoned.max(dim=1).values).clamp(0, 1)
+        trust = (1 - pardoned.max(dim=1).values).clamp(0, 1).where(gram.diagonal().isfinite(), 0.0)
         trust = (trust / trust.max()).nan_to_num(0.0).clamp(max=_ALMOST_ONE)
         weights = (trust.logit() + 0.5).clamp(0, 1)
         return (weights / weights.sum().clamp(min=torch.finfo(gram.dtype).tiny))[None]

@@ -223,3 +223,22 @@ def test_each_worker_goes_on_from_its_own_place(workers: int, options: dict[str,
     assert sums[0] == sums[1]
     assert len(sums[0]) == 3
     assert apart(whole, resumed) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"strategy": "fed-rep"}, {"strategy": "fed-avg"}),
+        ({"strategy": "fed-avg", "options": {"private": "2"}}, {"strategy": "fed-avg", "options": {"private": "0"}}),
+        ({"strategy": "fed-avgm"}, {"strategy": "fed-adam"}),
+        ({"strategy": "fed-adam"}, {"strategy": "fed-avg", "options": {"outer": "adam"}}),
+    ],
+    ids=["all shared", "others private", "moments", "bias correction"],
+)
+def test_a_run_goes_on_under_another_name(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
+    """What clients or the server kept for the one, and the other does not know, is left."""
+    settings: dict[str, Any] = {"clients": 4, "workers": 2}
+    run(step_by_step, tmp_path / "begun", max_steps=2, **settings, **before)
+    result = run(step_by_step, tmp_path / "resumed", max_steps=3, resume=tmp_path / "begun", **settings, **after)
+    assert result.iteration == 3
+    assert all(bool(each.isfinite().all()) for each in result.model_state().values())

@@ -235,6 +235,13 @@ def test_too_few_contributions_are_refused(text: str, num: int, why: str) -> Non
         of_vectors(read(text), drawn(num))
 
 
+@pytest.mark.parametrize("poison", [torch.inf, torch.nan])
+def test_fools_gold_leaves_out_what_is_infinite_though_it_resembles_nobody(poison: float) -> None:
+    rows = drawn()
+    honest, rows[4] = torch.cat([rows[:4], rows[5:]]), poison
+    torch.testing.assert_close(of_vectors(read("fools-gold"), rows), of_vectors(read("fools-gold"), honest))
+
+
 def test_fl_trust_is_its_written_recursion() -> None:
     rows = drawn(seed=5)
     root, *others = rows

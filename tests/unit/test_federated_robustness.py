@@ -215,6 +215,8 @@ def test_a_server_that_hides_changes_clips_hostile_ones_too() -> None:
         ("fed-avg", {"reject": "validation", "secure": "masks"}, "judges single changes, and knows their sum alone"),
         ("fed-avg", {"reject": "validation:share=0"}, "share must be above 0 and at most 1, not 0"),
         ("fed-avg", {"reject": "validation:margin=-1"}, "margin must be at least 0 and finite, not -1"),
+        ("fed-prox", {"correction.mu": "-1"}, "correction proximal: mu must be at least 0 and finite, not -1"),
+        ("fed-avg", {"aggregate": "trimmed-mean"}, "needs byzantine, as in trimmed-mean:byzantine="),
         ("fed-avg", {"aggregate": "krum:byzantine=8"}, "needs 11 contributions, and there are 10; a client gives one"),
     ],
 )

@@ -98,7 +98,7 @@ def test_options_may_stand_behind_the_name() -> None:
         ({"shape": "box:is_open=1"}, "neither true nor false"),
         ({"shape": "box:kind=round"}, "kind must be one of flat, tall, not 'round'"),
         ({"size": 1.5}, "size=1.5 is not a whole number"),
-        ({"shape": "pile"}, "pile needs height, as in shape=pile and shape.height="),
+        ({"shape": "pile"}, "pile needs height, as in pile:height="),
         ({"shape": "box:width"}, "not of the form"),
         ({"shape": "Unnamed"}, "Unnamed"),
         ({"size.width": "1"}, "size.width"),

@@ -124,12 +124,11 @@ class Clients:
 
     @torch.no_grad()
     def restore(self, own: Mapping[str, Tensor]) -> None:
-        """Take up what `own_state` gave, as far as it is there."""
-        for name, tensor in _without(_INITIAL, own).items():
-            self._initial[name].copy_(tensor)
-        private = self.private
-        for name, tensor in _without(_IN_PLACE, own).items():
-            private[name].copy_(tensor)
+        """Take up what `own_state` gave, as far as it is there and such layers are private here."""
+        for prefix, tensors in ((_INITIAL, self._initial), (_IN_PLACE, self.private)):
+            saved = _without(prefix, own)
+            for name in tensors.keys() & saved.keys():
+                tensors[name].copy_(saved[name])
         clients: dict[int, dict[str, Tensor]] = {}
         for path, tensor in _without(_CLIENT, own).items():
             client, _, name = path.partition(".")

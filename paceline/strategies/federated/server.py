@@ -394,7 +394,7 @@ class ServerModel:
         return {name: OwnState(tensor, "same") for name, tensor in {**state, **controls}.items()} | guards | sent | past
 
     def restore(self, own: Mapping[str, Tensor]) -> None:
-        """Take up what `own_state` gave, as far as it is there."""
+        """Take up what `own_state` gave, as far as it is there; of another outer optimizer, no state."""
         if self._guard is not None:
             self._guard.restore(own)
         if self._joining.memory is not None:

@@ -229,7 +229,8 @@ def run(
     if early is not None and resume is None:
         said = _ENDED_EARLY[early.details["by"]].format(result.iteration, early.details["wanted"])
         console.print(said, markup=False, highlight=False, soft_wrap=True)
-    if (alone := next((event for event in result.events if event.name == "one_round"), None)) is not None:
+    alone = next((event for event in result.events if event.name == "one_round"), None)
+    if alone is not None and result.iteration < 2:  # a run that was interrupted may have gone on since
         console.print(_ONE_ROUND.format(alone.details["steps"]), markup=False, highlight=False, soft_wrap=True)
     if timeline:
         Console(soft_wrap=True).print(f"Timeline: {_timeline_of(result.directory)}", markup=False, highlight=False)

@@ -321,7 +321,11 @@ class Course:
             if run.iteration < wanted:
                 run.tell("ended_early", {"wanted": wanted, "by": synchronizer.ended_by or "script"})
         elif (
-            run.traits.unit == "round" and run.traits.takes_equal_steps and run.context.has_peers and run.iteration < 2
+            not has_turns
+            and run.iteration < 2
+            and run.context.has_peers
+            and run.traits.unit == "round"
+            and run.traits.takes_equal_steps
         ):
             run.tell("one_round", {"steps": run.steps})
         while not self._meet(is_done=True):

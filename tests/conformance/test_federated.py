@@ -218,6 +218,13 @@ def test_a_script_that_ends_before_its_rounds_says_so(engine: ModuleType, tmp_pa
     assert not [event for event in enough.events if event.name == "ended_early"]
 
 
+def test_a_run_of_one_round_of_clients_is_none_of_local_steps(tmp_path: Path) -> None:
+    options = {"clients": 8, "fraction": 0.5}
+    result = run(virtual_engine, leave_early, tmp_path, options=options, max_steps=1)
+    assert result.iteration == 1
+    assert not [event for event in result.events if event.name == "one_round"]
+
+
 def evaluated(worker: Worker, out: Path) -> None:
     worker.evaluation(lambda model: {"zero": 0.0})
     leave_late(worker, out)

@@ -230,23 +230,15 @@ def test_what_a_script_has_done_at_exit_is_done(tmp_path: Path, ending: str) -> 
     """When it ends, as by its own process: with its arguments, and before the run is over."""
     text = f"""
 import atexit
-import logging.handlers
 import sys
-import weakref
 from pathlib import Path
 
 import paceline
 
 worker = paceline.init()
-directory = Path(sys.argv[1])
-atexit.register(lambda: Path(directory, str(worker.rank)).touch())
-weakref.finalize(worker, Path(directory, f"finalized-{{worker.rank}}").touch)
-handler = logging.handlers.MemoryHandler(10, target=logging.FileHandler(directory / f"log-{{worker.rank}}"))
-handler.handle(logging.makeLogRecord(dict(msg="a record", levelno=20)))
+atexit.register(lambda: Path(sys.argv[1], str(worker.rank)).touch())
 {ending}
 """
     run_text(tmp_path, text, workers=2, arguments=[str(tmp_path)])
-    for rank in range(2):
-        assert (tmp_path / str(rank)).exists()
-        assert (tmp_path / f"finalized-{rank}").exists()
-        assert (tmp_path / f"log-{rank}").read_text() == "a record\n"
+    assert (tmp_path / "0").exists()
+    assert (tmp_path / "1").exists()

@@ -24,7 +24,7 @@ from paceline.comm.servers.group import Joins
 from paceline.comm.servers.sockets import Move, Moves, connect_servers
 from paceline.comm.shared_memory.collective import SharedMemoryCollective
 from paceline.comm.socket_mailbox import SocketMailbox
-from paceline.engines.ray.at_exit import closed_after_script, done_with_script
+from paceline.engines.ray.at_exit import done_with_script
 from paceline.engines.ray.control import ControlLine, LauncherAddress
 from paceline.engines.ray.liveness import RUN_VARIABLE, bind_forks_to_this_process, end_this_process
 from paceline.engines.ray.nodes import own_address, own_node_id
@@ -128,7 +128,7 @@ class WorkerActor:
         )
         try:
             world = self._enter_world(spec, rank, launcher, line, servers, ends, moves)
-            with captured(line.say), closed_after_script(self._loaded):
+            with captured(line.say):
                 with done_with_script(self._loaded):
                     run_program(program)
                 for finish in world.at_end:

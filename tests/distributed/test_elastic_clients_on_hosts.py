@@ -14,7 +14,17 @@ from benchmarks.namespaces import Network
 from tests.distributed.harness import pids, wait_until
 from tests.distributed.test_elastic import of
 from tests.distributed.test_elastic_federated import CLIENTS, GIVEN, JOINING, ROUNDS, require_undisturbed
-from tests.distributed.test_elastic_hosts import PATIENCE_S, end, go_on, host_of, pids_on, scale, start, three_hosts
+from tests.distributed.test_elastic_hosts import (
+    PATIENCE_S,
+    end,
+    go_on,
+    host_of,
+    pids_on,
+    said,
+    scale,
+    start,
+    three_hosts,
+)
 from tests.distributed.test_joining import held, iterations_of, joined
 
 __all__ = ["three_hosts"]
@@ -31,10 +41,10 @@ def test_each_round_of_clients_is_the_undisturbed_one(three_hosts: Network, tmp_
     process, out = start(
         network, address, tmp_path / "clients", *given, workers=4, samples=96, step_s=0.02, options=options
     )
-    assert wait_until(lambda: iterations_of(out), within_s=PATIENCE_S), process.communicate()
+    assert wait_until(lambda: iterations_of(out), within_s=PATIENCE_S), said(process)
     assert "4 workers train; 1 more start" in scale(network, out, 5)
     go_on(process, out, held_at=(1,))
-    assert wait_until(lambda: joined(out) and of(out, "lost"), within_s=PATIENCE_S), process.communicate()
+    assert wait_until(lambda: joined(out) and of(out, "lost"), within_s=PATIENCE_S), said(process)
     struck = host_of(network, pids(out)["worker-2"])
     assert struck != network.hosts[0]
     for pid in pids_on(struck):

@@ -82,6 +82,12 @@ def start(
     return network.start(network.hosts[0], [paceline(network), "run", SCRIPT, *settings, "--", *given]), out
 
 
+def said(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """By a run that a test has given up, which may be held for ever: it is killed."""
+    process.kill()
+    return process.communicate(timeout=PATIENCE_S)
+
+
 def end(process: subprocess.Popen[str]) -> None:
     output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output[-3000:] + errors[-3000:]
@@ -97,7 +103,7 @@ def wait_for(process: subprocess.Popen[str], out: Path, *, num_steps: int) -> No
     """Until the first worker has made so many."""
     log, until_s = out.parent / "log" / "rank-0", time.monotonic() + PATIENCE_S
     while not log.exists() or len(log.read_text().splitlines()) < num_steps:
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, said(process)
         assert time.monotonic() < until_s
         time.sleep(0.05)
 
@@ -136,7 +142,7 @@ def go_on(process: subprocess.Popen[str], out: Path, *, held_at: Sequence[int]) 
     """At each of these iterations, when one more worker is there."""
     for number, iteration in enumerate(held_at, start=1):
         is_there = wait_until(lambda number=number: len(of(out, "ready")) == number, within_s=PATIENCE_S)
-        assert is_there, process.communicate()
+        assert is_there, said(process)
         (out.parent / "log" / f"go-{iteration}").touch()
 
 
@@ -229,7 +235,7 @@ def nobody_goes_on_alone_on_the_other_side(network: Network, address: str, direc
     """It needs nobody else for its steps, and the launcher's run is over: there are never two."""
     given = ["--fail", "0:4:kill", *held(40)]
     process, out = start(network, address, directory, *given, workers=2, step_s=0.05)
-    assert wait_until(lambda: of(out, "reformed"), within_s=PATIENCE_S), process.communicate()
+    assert wait_until(lambda: of(out, "reformed"), within_s=PATIENCE_S), said(process)
     other = pids(out)["worker-1"]
     alone = host_of(network, other)
     set_link(network, alone, "down")
@@ -275,8 +281,8 @@ def workers_and_hosts_die_and_are_cut_off(network: Network, address: str, direct
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     (out.parent / "log" / "go-9").touch()
-    assert wait_until(lambda: len(of(out, "reformed")) == 2, within_s=PATIENCE_S), process.communicate()
-    wait_for(process, out, num_steps=13)  # they have met by then
+    assert wait_until(lambda: len(of(out, "reformed")) == 2, within_s=PATIENCE_S), said(process)
+    assert wait_until(lambda: max(iterations_of(out), default=0) >= 11, within_s=PATIENCE_S), said(process)  # they met
     cut_off = host_of(network, pids(out)["worker-4"])
     set_link(network, cut_off, "down")
     (out.parent / "log" / "go-14").touch()
@@ -339,13 +345,13 @@ def servers_outlive_a_host(network: Network, address: str, directory: Path) -> N
     wait_for(process, out, num_steps=1)
     assert "3 workers train; 1 more start" in scale(network, out, 4)
     go_on(process, out, held_at=(5,))
-    assert wait_until(lambda: of(out, "let_in"), within_s=PATIENCE_S), process.communicate()
+    assert wait_until(lambda: of(out, "let_in"), within_s=PATIENCE_S), said(process)
     (out.parent / "log" / "go-16").touch()
-    assert wait_until(lambda: max(iterations_of(out), default=0) >= 40, within_s=PATIENCE_S), process.communicate()
+    assert wait_until(lambda: max(iterations_of(out), default=0) >= 40, within_s=PATIENCE_S), said(process)
     for pid in pids_on(host_of(network, pids(out)["worker-2"])):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    assert wait_until(lambda: of(out, "let_go"), within_s=PATIENCE_S), process.communicate()
+    assert wait_until(lambda: of(out, "let_go"), within_s=PATIENCE_S), said(process)
     (out.parent / "log" / "go-40").touch()
     finish_whole(process, out, gradients=72)
     assert "worker-2" in [event["who"] for event in of(out, "lost")]
@@ -360,7 +366,7 @@ def workers_meet_anew_in_pairs(network: Network, address: str, directory: Path) 
     wait_for(process, out, num_steps=1)
     assert "3 workers train; 1 more start" in scale(network, out, 4)
     go_on(process, out, held_at=(8,))
-    assert wait_until(lambda: joined(out) and of(out, "lost"), within_s=PATIENCE_S), process.communicate()
+    assert wait_until(lambda: joined(out) and of(out, "lost"), within_s=PATIENCE_S), said(process)
     cut_off = host_of(network, pids(out)["worker-2"])
     set_link(network, cut_off, "down")
     (out.parent / "log" / "go-120").touch()

@@ -15,7 +15,17 @@ from benchmarks.namespaces import Host, Network
 from tests.distributed.harness import pids, wait_until
 from tests.distributed.test_elastic import of
 from tests.distributed.test_elastic_async_diloco import require_counted, strategy
-from tests.distributed.test_elastic_hosts import PATIENCE_S, end, go_on, host_of, pids_on, scale, start, three_hosts
+from tests.distributed.test_elastic_hosts import (
+    PATIENCE_S,
+    end,
+    go_on,
+    host_of,
+    pids_on,
+    said,
+    scale,
+    start,
+    three_hosts,
+)
 from tests.distributed.test_elastic_servers import updates
 from tests.distributed.test_joining import held, iterations_of
 
@@ -40,23 +50,23 @@ def kill_all_on(host: Host) -> None:
 
 def come_to(process: subprocess.Popen[str], out: Path, iteration: int) -> None:
     is_there = wait_until(lambda: max(iterations_of(out), default=0) >= iteration, within_s=PATIENCE_S)
-    assert is_there, process.communicate()
+    assert is_there, said(process)
 
 
 def workers_and_a_host_die(network: Network, address: str, directory: Path) -> None:
     """One of three workers is killed; another one comes, to a host with a server; then the host without one dies."""
     process, out = begin(network, address, directory, *held(4, 16), "--fail", "1:5:kill")
     come_to(process, out, 3)
-    assert wait_until(lambda: of(out, "let_go"), within_s=PATIENCE_S), process.communicate()
+    assert wait_until(lambda: of(out, "let_go"), within_s=PATIENCE_S), said(process)
     assert "2 workers train; 1 more start" in scale(network, out, 3)
     go_on(process, out, held_at=(4,))
-    assert wait_until(lambda: of(out, "let_in"), within_s=PATIENCE_S), process.communicate()
+    assert wait_until(lambda: of(out, "let_in"), within_s=PATIENCE_S), said(process)
     come_to(process, out, 16)
     struck = host_of(network, pids(out)["worker-2"])
     assert not {pids(out)[name] for name in ("server-0", "server-1")} & pids_on(struck)
     assert [event["details"]["address"] for event in of(out, "starting")] != [struck.address]
     kill_all_on(struck)
-    assert wait_until(lambda: len(of(out, "let_go")) == 2, within_s=PATIENCE_S), process.communicate()
+    assert wait_until(lambda: len(of(out, "let_go")) == 2, within_s=PATIENCE_S), said(process)
     (out.parent / "log" / "go-16").touch()
     end(process)
     assert [event["who"] for event in of(out, "lost")] == ["worker-1", "worker-2"]

@@ -30,6 +30,7 @@ from tests.distributed.test_elastic_hosts import (
     end,
     host_of,
     pids_on,
+    said,
     set_link,
     wait_for,
 )
@@ -279,7 +280,7 @@ def copies_outlive_a_worker_in_its_push(network: Network, address: str, director
     options = ["--strategy", "ps-asp", "--option", "servers=3", "--option", "replicas=1"]
     process, out = begin(network, address, directory, *given, workers=3, step_s=0.05, options=options)
     wait_for(process, out, num_steps=6)
-    assert wait_until(lambda: of(out, "lost"), within_s=PATIENCE_S), process.communicate()
+    assert wait_until(lambda: of(out, "lost"), within_s=PATIENCE_S), said(process)
     there = host_of(network, pids(out)["worker-1"])
     (server,) = [each for each in range(3) if pids(out)[f"server-{each}"] in pids_on(there)]
     kill(out, server)

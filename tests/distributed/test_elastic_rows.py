@@ -23,7 +23,7 @@ from tests.distributed.harness import pids, wait_until
 from tests.distributed.local import Listener
 from tests.distributed.own_network import own_network
 from tests.distributed.test_elastic import SCRIPT, of, trained
-from tests.distributed.test_elastic_hosts import BETWEEN_SERVERS, PATIENCE_S, end, host_of, pids_on, wait_for
+from tests.distributed.test_elastic_hosts import BETWEEN_SERVERS, PATIENCE_S, end, host_of, pids_on, said, wait_for
 from tests.distributed.test_elastic_hosts import start as begin
 from tests.distributed.test_elastic_replicas import (
     COPIES,
@@ -219,7 +219,7 @@ def copies_outlive_a_worker_and_a_server(network: Network, address: str, directo
     options = ["--strategy", "ps-asp", "--option", "servers=3", "--option", "replicas=1"]
     process, out = begin(network, address, directory, *given, workers=3, samples=SAMPLES, step_s=0.05, options=options)
     wait_for(process, out, num_steps=4)
-    assert wait_until(lambda: of(out, "lost"), within_s=PATIENCE_S), process.communicate()
+    assert wait_until(lambda: of(out, "lost"), within_s=PATIENCE_S), said(process)
     there = host_of(network, pids(out)["worker-1"])
     (server,) = [each for each in range(3) if pids(out)[f"server-{each}"] in pids_on(there)]
     kill(out, server, signal.SIGKILL)

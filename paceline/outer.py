@@ -30,15 +30,22 @@ class Outer(Piece, ABC):
     @final
     def fitting(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What this kind goes on with of an optimizer's state, keyed `<parameter index>.<name>`: all of it, or nothing
-        where another kind has left it."""
-        if not state:
-            return {}
-        trial = nn.Parameter(torch.zeros(1))
+        where another kind has left it. Names tell kinds apart: those that keep the same (Momentum and Nesterov, Adam
+        and AdamW, FedAdam and FedYogi) go on with one another's."""
+        left: dict[str, set[str]] = {}
+        for key in state:
+            index, _, name = key.partition(".")
+            left.setdefault(index, set()).add(name)
+        own = [self._names((1,)), self._names((1, 1))] if left else []  # Adafactor keeps others of matrices
+        return dict(state) if all(names in own for names in left.values()) else {}
+
+    def _names(self, shape: tuple[int, ...]) -> set[str]:
+        """Of what this kind keeps of a parameter of the shape."""
+        trial = nn.Parameter(torch.zeros(shape))
         optimizer = self.optimizer([trial])
-        trial.grad = torch.zeros(1)
+        trial.grad = torch.zeros(shape)
         optimizer.step()
-        kept = {name for name, value in optimizer.state[trial].items() if value is not None}
-        return dict(state) if {name.partition(".")[2] for name in state} == kept else {}
+        return {name for name, value in optimizer.state[trial].items() if value is not None}
 
 
 @final

@@ -103,8 +103,9 @@ def serve(
     with _alone_in(directory):
         _require_own(directory, origin := {"engine": "served", "of": known.run})
         checkpoint = _checkpoint_in(directory, say, may_go_back=getattr(plan, "privacy", None) is None)
-        chosen = seed if seed is not None else _seed_in(directory, checkpoint)
-        if checkpoint is not None and checkpoint.seed != chosen:
+        known_seed = _seed_in(directory, checkpoint)
+        chosen = seed if seed is not None else known_seed if known_seed is not None else secrets.randbits(62)
+        if known_seed not in (None, chosen):
             raise UsageError(f"the run in {directory} has another seed; leave --seed out, or give another --out")
         config = replace(config, seed=chosen, checkpoint_every=1)
         _begin(directory, program, plan, config, checkpoint, origin=origin)
@@ -257,16 +258,16 @@ def _checkpoint_in(directory: Path, say: Say, *, may_go_back: bool = True) -> Ch
     return found.checkpoint
 
 
-def _seed_in(directory: Path, checkpoint: Checkpoint | None) -> int:
+def _seed_in(directory: Path, checkpoint: Checkpoint | None) -> int | None:
     """The seed of the run that lies there, also where that has no round yet, so that clients who have joined go on with
-    it; else a new one."""
+    it; none, if none does."""
     if checkpoint is not None:
         return checkpoint.seed
     if (directory / manifest.FILE_NAME).exists():
         seed = manifest.read(directory).get("config", {}).get("seed")
         if type(seed) is int:
             return seed
-    return secrets.randbits(62)
+    return None
 
 
 def _begin(

@@ -31,11 +31,11 @@ from paceline.strategies.coding import (
 from paceline.strategies.finite import checked, step_alone
 from paceline.strategies.meeting import furthest
 from paceline.strategies.mirror import Mirror
-from paceline.strategies.own_state import OwnState, of_replica
+from paceline.strategies.own_state import OUTER, OwnState, of_replica, taken_up
 from paceline.strategies.replica import Replica, require_same_parameters, spec_of
 from paceline.strategies.traits import Served, Traits
 
-_OUTER, _OPTIMIZER, _LEFT = "outer.", "optimizer.", "left."
+_OPTIMIZER, _LEFT = "optimizer.", "left."
 
 
 @final
@@ -210,14 +210,14 @@ class QuorumSynchronizer(Synchronizer):
 
     def own_state(self) -> dict[str, OwnState]:
         own = {name: state for name, state in of_replica(self.replica).items() if name.startswith(_OPTIMIZER)}
-        outer = {f"{_OUTER}{name}": OwnState(tensor, "same") for name, tensor in self._store.optimizer_state().items()}
+        outer = {f"{OUTER}{name}": OwnState(tensor, "same") for name, tensor in self._store.optimizer_state().items()}
         left = {f"{_LEFT}{index}": OwnState(left, "average") for index, left in enumerate(self._left)}
         return {**own, **outer, **left}
 
     def restore(self, state: dict[str, Tensor], own: Mapping[str, Tensor], *, iteration: int) -> None:
         mine = {name.removeprefix(_OPTIMIZER): own[name] for name in own if name.startswith(_OPTIMIZER)}
         super().restore(mine or state, own, iteration=iteration)
-        self._outer_state = {name.removeprefix(_OUTER): own[name] for name in own if name.startswith(_OUTER)}
+        self._outer_state = taken_up(self._strategy.outer, own, tell=self.context.tell)
         for index, left in enumerate(self._left):
             left.copy_(own.get(f"{_LEFT}{index}", left))
 

@@ -47,10 +47,11 @@ class Cadence:
     Args:
         num_free_workers: how many workers there are, if they wait for each other at pauses alone: the first are to be
             few, and to come when each has taken some steps.
+        settles_late: what a checkpoint holds may change after it, at the same iteration: the last one is taken again.
     """
 
-    def __init__(self, config: RunConfig, *, num_free_workers: int = 0) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, *, num_free_workers: int = 0, settles_late: bool = False) -> None:
+        self._config, self._settles_late = config, settles_late
         self.end = config.max_steps or NEVER
         """The iteration at which the run ends."""
         self.evaluates = False
@@ -135,7 +136,7 @@ class Cadence:
         """
         every = self._config.checkpoint_every
         if iteration == self.checkpointed_at:
-            return False
+            return at_end and self._settles_late
         if at_end or iteration == 0:
             return at_end
         return is_late if every is None else iteration // every > max(0, self.checkpointed_at) // every

@@ -83,7 +83,10 @@ class Session:
         runs_free = traits.tells_stop and not traits.lock_step
         # Whoever joins later has the same.
         num_workers = context.num_at_start or context.size
-        self._cadence = Cadence(config, num_free_workers=num_workers if runs_free else 0)
+        # A client whose server is elsewhere learns only after its checkpoint whether its update has counted.
+        self._cadence = Cadence(
+            config, num_free_workers=num_workers if runs_free else 0, settles_late=context.server is not None
+        )
         self._survivor, connect = survivor_of(self.run)
         self._checkpoints = Checkpoints(self.run)
         self.pauses = Pauses(self.run, self._cadence, self._checkpoints, self._survivor)

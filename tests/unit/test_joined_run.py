@@ -27,7 +27,8 @@ class Gone(Exception):
 
 
 class Afar:
-    """A server whose model is zeros, that has so many turns for the client, which ends while it waits for the next."""
+    """A server whose model is zeros, that has so many turns for the client, which ends while it waits for the next. It
+    knows of no updates but those that were sent to it."""
 
     client, coding_seed = 0, 0
 
@@ -46,6 +47,7 @@ class Afar:
             raise Gone
         for tensor in state:
             tensor.zero_()
+        self.counted = self.round if self.sent else -1
         self.round += 1
         return self.round == self._turns
 
@@ -102,3 +104,19 @@ def test_a_client_that_comes_back_for_the_end_evaluates_the_servers_last_model(t
     result = Result(tmp_path)
     assert [each.iteration for each in result.evaluations] == [2]
     assert all(not tensor.any() for tensor in result.model_state().values())
+
+
+def controls_in(directory: Path) -> Tensor:
+    """The client's own control variates, as its checkpoint has them."""
+    (worker,) = checkpoint_in(directory).workers
+    return torch.cat([each.flatten() for name, each in worker.own.items() if name.startswith("client.0.control.")])
+
+
+def test_a_client_has_its_last_turn_when_a_server_is_started_again_for_further_rounds(tmp_path: Path) -> None:
+    """That server says that no update has counted."""
+    options = {"correction": "control-variates"}
+    join(tmp_path, Afar(tmp_path, turns=1, then_ends=True), options=options)
+    controls = controls_in(tmp_path)
+    assert controls.any()
+    join(tmp_path, Afar(tmp_path, turns=0, then_ends=True), options=options, checkpoint=checkpoint_in(tmp_path))
+    assert torch.equal(controls_in(tmp_path), controls)

@@ -81,13 +81,18 @@ def test_a_server_does_not_go_on_with_another_run(others: dict[str, str], tmp_pa
     assert (tmp_path / FILE_NAME).read_bytes() == before
 
 
-def test_a_server_does_not_go_on_with_another_seed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_round", [False, True])
+def test_a_server_does_not_go_on_with_another_seed(has_round: bool, tmp_path: Path) -> None:
+    """Before the first round, too: clients who have joined know the server by it."""
     (script := tmp_path / "train.py").write_text("")
     tickets = Tickets.made(tmp_path / "it", num_clients=2, address=None)
-    manifest.write(tmp_path, {"engine": "served", "of": tickets.run})
-    (tmp_path / FILE_NAME).write_bytes(Checkpoint(3, 1.0, {}, {}, [], [], 5).encode())
+    described = {"engine": "served", "of": tickets.run, "config": {"seed": 5}}
+    manifest.write(tmp_path, described)
+    if has_round:
+        (tmp_path / FILE_NAME).write_bytes(Checkpoint(3, 1.0, {}, {}, [], [], 5).encode())
     with pytest.raises(UsageError, match="has another seed; leave --seed out"):
         serving.serve(script, strategy="fed-avg:clients=2", tickets=tmp_path / "it", out=tmp_path, seed=6, say=print)
+    assert manifest.read(tmp_path) == described
 
 
 def test_a_client_does_not_go_on_with_what_another_one_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

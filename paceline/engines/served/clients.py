@@ -1,5 +1,6 @@
 """What the server's rounds are carried by: its core, on the port that clients connect to."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -63,7 +64,7 @@ class ServedClients:
         self._update = Form(())
         self._num_strangers, self._told_strangers_s = 0, -_STRANGERS_S
         self._round, self._began_s = 0, time.monotonic()
-        self._all_are_back_s = self._began_s + (_RETURN_S if goes_on else 0.0)
+        self._listens_from_s, self._return_s = math.inf, _RETURN_S if goes_on else 0.0
 
     def describe(
         self, state: Sequence[TensorSpec], update: Sequence[TensorSpec], *, current: Callable[[], Sequence[Tensor]]
@@ -149,13 +150,14 @@ class ServedClients:
         core.end(self._round + 1, self._state.write(self._current()))
         self.tell("the run is over, and clients that are there fetch its model")
         while (now_s := time.monotonic()) < ends_s and not self._reporter.stop_requested():
-            if now_s >= self._all_are_back_s and not core.present(now_s):
+            self._pump(core)  # who has spoken while the server was at its script is there
+            if now_s >= self._listens_from_s + self._return_s and not core.present(now_s):
                 break
-            self._pump(core)
         self._carry(core)
 
     def _pump(self, core: ServerCore) -> None:
         """What has come, and what is to go: of either so much that nobody keeps the server from looking at the time."""
+        self._listens_from_s = min(self._listens_from_s, time.monotonic())
         self._carry(core)
         for number in range(_MOST_AT_ONCE):
             came = self._socket.receive(0.0 if number else _LOOK_S)

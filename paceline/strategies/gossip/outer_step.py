@@ -6,8 +6,8 @@ means are of a pair and s <- s + d. With g = b, as its authors train, that is mo
 s - mean(x), and models travel as in any gossip. Here any outer optimizer takes that, in any topology.
 """
 
-from collections.abc import Collection, Mapping
-from typing import ClassVar, final
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
 
@@ -16,9 +16,10 @@ from paceline.server.state import export_state, import_state
 from paceline.strategies.gossip.averaging import Averaging
 from paceline.strategies.gossip.mixer import Mixer
 from paceline.strategies.gossip.parcel import Parcel
+from paceline.strategies.own_state import OUTER, taken_up
 from paceline.topology import Topology
 
-_OPTIMIZER, _SLOW = "outer.", "slow."
+_SLOW = "slow."
 
 
 @final
@@ -27,15 +28,25 @@ class OuterStep(Mixer):
 
     Args:
         outer: what steps on the slow weights.
+        tell: records that the outer optimizer begins anew.
     """
 
     why_uncoded: ClassVar[str] = "steps from whole models, and its neighbours change"
 
-    def __init__(self, topology: Topology, own: Parcel, *, rank: int, size: int, outer: Outer) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        own: Parcel,
+        *,
+        rank: int,
+        size: int,
+        outer: Outer,
+        tell: Callable[[str, Mapping[str, Any]], None] | None,
+    ) -> None:
         super().__init__(topology, own, rank=rank, size=size)
         self._averaging = Averaging(topology, own, rank=rank, size=size)
         self._slow = [nn.Parameter(values.clone()) for values in own.values]
-        self._outer, self._optimizer = outer, outer.optimizer(self._slow)
+        self._outer, self._optimizer, self._tell = outer, outer.optimizer(self._slow), tell
 
     def outgoing(self, step: int) -> Mapping[int, Parcel]:
         return self._averaging.outgoing(step)
@@ -60,12 +71,10 @@ class OuterStep(Mixer):
     def state(self) -> dict[str, Tensor]:
         outer = export_state(self._optimizer, self._slow)
         slow = {f"{_SLOW}{place}": parameter.detach() for place, parameter in enumerate(self._slow)}
-        return {**slow, **{f"{_OPTIMIZER}{name}": tensor for name, tensor in outer.items()}}
+        return {**slow, **{f"{OUTER}{name}": tensor for name, tensor in outer.items()}}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Without slow weights, as under another strategy before, a round begins where this worker's model is."""
         for place, (slow, values) in enumerate(zip(self._slow, self.own.values, strict=True)):
             slow.data.copy_(state.get(f"{_SLOW}{place}", values))
-        of_outer = {name: tensor for name, tensor in state.items() if name.startswith(_OPTIMIZER)}
-        outer = {name.removeprefix(_OPTIMIZER): tensor for name, tensor in of_outer.items()}
-        import_state(self._optimizer, self._slow, self._outer.fitting(outer))
+        import_state(self._optimizer, self._slow, taken_up(self._outer, state, tell=self._tell))

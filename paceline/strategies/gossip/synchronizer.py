@@ -68,7 +68,14 @@ class GossipSynchronizer(Synchronizer):
     def _plain_mixer(self) -> Mixer:
         strategy, among, own = self._strategy, self.context.collective, self._model.parcel
         if strategy.mode == "outer":
-            return OuterStep(strategy.topology, own, rank=among.rank, size=among.size, outer=strategy.outer)
+            return OuterStep(
+                strategy.topology,
+                own,
+                rank=among.rank,
+                size=among.size,
+                outer=strategy.outer,
+                tell=self.context.tell,
+            )
         return strategy.mixer(strategy.topology, own, rank=among.rank, size=among.size)
 
     def _coded_mixer(self, codec: Codec) -> Mixer:

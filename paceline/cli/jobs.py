@@ -38,7 +38,9 @@ def require_a_run(
     from paceline.pieces import parse_options
     from paceline.strategies import build
 
-    default = job_hosts.default_strategy(read_script(script, ())) if is_here else job_hosts.STRATEGY
+    default = job_hosts.STRATEGY
+    if is_here:
+        default = job_hosts.default_strategy(read_script(script, (), may_alias=params["alias"]))
     strategy = default if params["strategy"] is None else params["strategy"]
     build(strategy, parse_options(params["option"] or [], where="--option"))
     return given

@@ -59,7 +59,8 @@ def read_script(script: str | Path, arguments: Sequence[str], *, may_alias: bool
 
 def is_of_horovod(script: Script) -> bool:
     """Whether it exchanges through Horovod's interface, Paceline's here, and imports nothing else of Paceline's."""
-    modules = set(_imported(ast.parse(script.source)))
+    with warnings.catch_warnings(action="ignore"):  # `read_script` has given them
+        modules = set(_imported(ast.parse(script.source, script.path)))
     ours = {name for name in modules if f"{name}.".startswith("paceline.")}
     of_horovod = {name for name in modules if f"{name}.".startswith("paceline.horovod.")}
     if "horovod" in script.aliases:

@@ -78,9 +78,9 @@ class _Edits:
         span = self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
         self.changes.append((*span, text))
 
-    def remove(self, statement: ast.stmt, siblings: Sequence[ast.stmt]) -> None:
-        """Its lines, with a comment about Horovod right above. Where a block is removed whole, or something else stands
-        on these lines, `pass` is left."""
+    def remove(self, statement: ast.stmt, siblings: Sequence[ast.stmt], *, is_of_horovod: bool = True) -> None:
+        """Its lines, with a comment about Horovod right above if it is Horovod's. Where a block is removed whole, or
+        something else stands on these lines, `pass` is left."""
         self._num_removed[id(siblings)] += 1
         first, last = statement.lineno, statement.end_lineno or statement.lineno
         others = [each for each in siblings if each is not statement]
@@ -88,7 +88,7 @@ class _Edits:
         if shares or self._num_removed[id(siblings)] == len(siblings):
             self.replace(statement, "pass")
             return
-        while first > 1 and re.match(r"\s*#.*horovod", self._lines[first - 2], re.IGNORECASE):
+        while is_of_horovod and first > 1 and re.match(r"\s*#.*horovod", self._lines[first - 2], re.IGNORECASE):
             first -= 1
         self.changes.append((self._starts[first - 1], self._starts[last], ""))
 
@@ -146,45 +146,42 @@ def _changed(source: str, tree: ast.Module, facts: _Facts, *, is_kept: bool) -> 
     edits, notes = _Edits(source), list[Note]()
     _change_statements(tree, facts, edits, notes, is_kept=is_kept)
     _change_expressions(tree, facts, edits)
-    return _without_idle_imports(edits.applied(), tree), notes
+    return _without_idle_imports(edits.applied(), source), notes
 
 
-def _without_idle_imports(migrated: str, before: ast.Module) -> str:
+def _without_idle_imports(migrated: str, before: str) -> str:
     """The new script without imports that only what is gone has used. Those that nothing used before may be there for
-    what they do, and stay."""
+    what they do, and stay, as do those with comments inside."""
     tree = ast.parse(migrated)
-    edits, used = _Edits(migrated), _used(tree)
+    edits, used = _Edits(migrated), _used(migrated)
     idle = _used(before) - used
     for siblings in _bodies(tree):
         for statement in siblings:
-            if not isinstance(statement, ast.Import | ast.ImportFrom):
+            if not isinstance(statement, ast.Import | ast.ImportFrom) or "#" in edits.text(statement):
                 continue
-            left = [name for each in statement.names for name in _left_of_import(each, idle, used)]
+            left = [ast.unparse(each) for each in statement.names if not _is_idle(each, idle, used)]
             if not left:
-                edits.remove(statement, siblings)
-            elif left != [ast.unparse(each) for each in statement.names]:
+                edits.remove(statement, siblings, is_of_horovod=False)
+            elif len(left) < len(statement.names):
                 start = "import" if isinstance(statement, ast.Import) else f"from {_module(statement)} import"
                 edits.replace(statement, f"{start} {', '.join(left)}")
     return edits.applied()
 
 
-def _left_of_import(alias: ast.alias, idle: set[str], used: set[str]) -> list[str]:
-    """It, unless it is idle; then the package of it that is still used, if there is one."""
-    if (alias.asname or alias.name) not in idle:
-        return [ast.unparse(alias)]
-    parts = [] if alias.asname else alias.name.split(".")
-    packages = [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
-    return [package for package in packages if package in used][:1]
+def _is_idle(alias: ast.alias, idle: set[str], used: set[str]) -> bool:
+    """An import of `a.b` also gives `a`, and may load what is used as `a.c`."""
+    name = alias.asname or alias.name
+    return name in idle and name.partition(".")[0] not in used
 
 
 def _module(statement: ast.ImportFrom) -> str:
     return "." * statement.level + (statement.module or "")
 
 
-def _used(tree: ast.Module) -> set[str]:
-    """Names, with and without attributes, and words in strings, which may be annotations."""
-    found = set[str]()
-    for node in ast.walk(tree):
+def _used(source: str) -> set[str]:
+    """Names, with and without attributes, and words in strings and comments that may be annotations."""
+    found = {word for comment in re.findall(r"#\s*type:(.*)", source) for word in re.findall(r"\w+", comment)}
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name | ast.Attribute):
             found.add(ast.unparse(node))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

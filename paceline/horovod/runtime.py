@@ -23,7 +23,6 @@ from paceline.horovod.recording import Recorder, Standing
 from paceline.horovod.requests import MEETING, Request
 from paceline.horovod.settings import Settings
 from paceline.horovod.timeline import Timeline
-from paceline.seeding import derive, seed_everything
 from paceline.strategies.horovod import Horovod
 
 GLOBAL = 0
@@ -216,8 +215,6 @@ def init() -> Runtime:
         if world.context.pacing.is_simulated:
             raise UsageError("Horovod's scripts run in real processes; use --engine ray")
         _runtime = Runtime(world, settings=Settings.read())
-        if world is not _own_world and world.strategy.traits.by_script and _recorder is None:
-            seed_everything(derive(world.config.seed, "rank", world.context.rank))
         _record(world, Standing())
     return _runtime
 

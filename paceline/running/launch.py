@@ -171,7 +171,9 @@ def run(
         elastic=survives,
     )
     if plan.traits.by_script:
-        require_effect(plan, config, {"--engine virtual": virtual is not None, "--resume": resume is not None})
+        if virtual is not None:
+            raise UsageError("Horovod's scripts run in real processes; use --engine ray")
+        require_effect(plan, config, {"--resume": resume is not None})
     require_possible_attacks(plan, config, workers=workers)
     if strict and workers == 1:
         raise UsageError("--strict has no effect with one worker, which has nobody to differ from")

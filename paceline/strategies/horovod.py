@@ -25,5 +25,5 @@ class Horovod(Strategy):
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         raise UsageError(
             "strategy horovod is for scripts that call hvd.init() and exchange by themselves; one that calls "
-            "worker.prepare takes another, such as all-reduce"
+            "worker.prepare takes another: --strategy all-reduce runs it"
         )

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+import paceline
 from paceline.cli.job_hosts import default_strategy
+from paceline.cli.jobs import require_a_run
 from paceline.engines import aliases
 from paceline.engines.scripting import read_script
+from paceline.errors import UsageError
 from paceline.running.result import Result
+from paceline.seeding import derive, seed_everything
 
 SCRIPT = """
 import torch
@@ -30,6 +37,18 @@ for step in range(5):
     optimizer.step()
 weights = hvd.allgather(model.weight.detach())
 print(f"rank {hvd.rank()} of {hvd.size()}, equal: {bool((weights == weights[0]).all())}")
+"""
+
+
+SEEDS = """
+import torch
+import horovod.torch as hvd
+
+given = torch.randint(10**9, ())
+torch.manual_seed(42)
+hvd.init()
+print(f"given {hvd.rank()} drew {given}")
+print(f"seeded {hvd.rank()} drew {torch.randint(10**9, ())}")
 """
 
 
@@ -63,6 +82,30 @@ def test_a_script_that_exchanges_by_itself_alone_is_horovod_s(tmp_path: Path, so
 def test_a_horovod_that_is_installed_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "legacy.py").write_text(SCRIPT)
     assert default_strategy(read_script(tmp_path / "legacy.py", (), may_alias=False)) == "all-reduce"
+
+
+def test_who_asks_whose_script_it_is_hears_no_warnings(tmp_path: Path) -> None:
+    (tmp_path / "legacy.py").write_text(f'pattern = "\\d"\n{SCRIPT}')
+    with pytest.warns(Warning, match="invalid escape"):
+        script = read_script(tmp_path / "legacy.py", ())
+    with warnings.catch_warnings(action="error"):
+        assert default_strategy(script) == "horovod"
+
+
+def test_a_job_without_the_stand_in_has_the_other_default(tmp_path: Path) -> None:
+    (tmp_path / "legacy.py").write_text(SCRIPT)
+    rest = ["--option", "codec=fp16"]
+    with pytest.raises(UsageError):
+        require_a_run(tmp_path / "legacy.py", rest, jobs_own=())
+    require_a_run(tmp_path / "legacy.py", [*rest, "--no-alias"], jobs_own=())
+
+
+def test_a_simulated_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "legacy.py").write_text(SCRIPT)
+    with pytest.raises(UsageError, match="run in real processes; use --engine ray"):
+        paceline.run(
+            tmp_path / "legacy.py", strategy="horovod", engine="virtual", cluster="lab-1gbe", out=tmp_path / "out"
+        )
 
 
 def test_modules_are_the_same_under_both_names() -> None:
@@ -110,6 +153,22 @@ def test_an_unchanged_script_runs_on_ray(tmp_path: Path) -> None:
     assert sorted((step.worker, step.step) for step in Result(tmp_path / "out").steps) == [
         (rank, number) for rank in range(2) for number in range(1, 6)
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
+@pytest.mark.parametrize("given", [[], ["--strategy", "horovod"]])
+def test_what_the_script_seeds_holds(tmp_path: Path, given: list[str]) -> None:
+    """Ranks that seed alike before `init` draw alike; else each has numbers of its own, which follow --seed."""
+    (tmp_path / "legacy.py").write_text(SEEDS)
+    command = ["paceline", "run", tmp_path / "legacy.py", "--workers", "2", "--out", tmp_path / "out", *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    drawn = dict(re.findall(r"(\w+ \d) drew (\d+)", done.stdout + done.stderr))
+    assert drawn["seeded 0"] == drawn["seeded 1"]
+    for rank in range(2):
+        seed_everything(derive(0, "rank", rank))
+        assert int(drawn[f"given {rank}"]) == torch.randint(10**9, ()).item()
 
 
 @pytest.mark.slow

@@ -187,6 +187,9 @@ def test_a_loader_between_the_optimizer_and_what_is_removed() -> None:
         ("from data import DistributedSampler, load\nload()\n", "from data import load\nload()\n"),
         ("import os; from data import DistributedSampler\n", "import os; pass\n"),
         ("from data import DistributedSampler\nhint: 'DistributedSampler'\n", None),
+        ("from data import DistributedSampler\nother = None  # type: list[DistributedSampler]\n", None),
+        ("from data import (  # noqa: F401\n    DistributedSampler,\n    load,\n)\nload()\n", None),
+        ("# Without Horovod, for tests.\nfrom data import DistributedSampler\n", "# Without Horovod, for tests.\n"),
         ("from data import DistributedSampler\nother = DistributedSampler(rest, shuffle=False)\n", None),
     ],
 )
@@ -200,15 +203,20 @@ def test_imports_of_what_is_gone_go(before: str, after: str | None) -> None:
     assert found.source.partition("import paceline\n")[0] == (before if after is None else after)
 
 
-@pytest.mark.parametrize("also", ["torch", "torch.utils.data"])
-def test_of_an_import_by_its_whole_path_the_packages_in_use_are_left(also: str) -> None:
+@pytest.mark.parametrize(
+    ("also", "is_kept"),
+    [("torch.of(data)", True), ("torch.utils.rnn.of(data)", True), ("'torch.utils.data.x'", True), ("data", False)],
+)
+def test_an_import_by_its_whole_path_stays_while_its_package_is_in_use(also: str, is_kept: bool) -> None:
+    """It may have loaded what else of the package is used."""
     found = migrate(
         "import torch.utils.data.distributed\nimport horovod.torch as hvd\n"
         "sampler = torch.utils.data.distributed.DistributedSampler(data, num_replicas=hvd.size())\n"
-        f"train_data = DataLoader({also}.of(data), sampler=sampler)\n"
+        f"train_data = DataLoader({also}, sampler=sampler)\n"
         "opt = hvd.DistributedOptimizer(opt, named_parameters=net.named_parameters())\n"
     )
-    assert found.source.startswith(f"import {also}\nimport paceline\n")
+    start = "import torch.utils.data.distributed\n" if is_kept else ""
+    assert found.source.startswith(f"{start}import paceline\n")
 
 
 def test_arguments_by_name() -> None:

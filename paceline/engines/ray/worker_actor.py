@@ -38,6 +38,7 @@ from paceline.errors import Aborted, UsageError
 from paceline.membership import Membership
 from paceline.memory import keep_freed_memory
 from paceline.messages import Kind
+from paceline.seeding import derive, seed_everything
 from paceline.server.chains import Chain
 from paceline.strategies.base import Context
 
@@ -128,6 +129,8 @@ class WorkerActor:
         )
         try:
             world = self._enter_world(spec, rank, launcher, line, servers, ends, moves)
+            if world.strategy.traits.by_script:  # others seed in `paceline.init`; here what the script seeds holds
+                seed_everything(derive(world.config.seed, "rank", rank))
             with captured(line.say):
                 with done_with_script(self._loaded):
                     run_program(program)

@@ -99,6 +99,14 @@ def unsealed(version: int) -> bytes:
     return buffer.getvalue()
 
 
+def test_a_part_that_is_marked_as_a_directory_is_refused() -> None:
+    """torch would read nothing of it, and leave its tensor with what was in memory before."""
+    raw = bytearray(unsealed(2))
+    raw[raw.rindex(b"archive/data/3") - 8] ^= 0x10
+    with pytest.raises(DamagedCheckpoint, match="archive/data/3 is not as it was written"):
+        Checkpoint.decode(bytes(raw), where="here")
+
+
 def test_older_ones_are_read_and_their_changed_bytes_are_refused_or_harmless() -> None:
     raw = unsealed(2)
     assert_same_checkpoint(Checkpoint.decode(raw, where="here"), CHECKPOINT)

@@ -117,8 +117,7 @@ def parse_options(texts: Iterable[str], *, where: str) -> dict[str, str]:
 
 def piece_in(hint: Any) -> type[Piece] | None:
     """The kind of piece that a field of this type holds, if it holds one."""
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return next((part for part in parts if isinstance(part, type) and issubclass(part, Piece)), None)
+    return next((part for part in _parts(hint) if isinstance(part, type) and issubclass(part, Piece)), None)
 
 
 def takes(hint: Any, text: Any, option: str) -> bool:
@@ -131,9 +130,7 @@ def takes(hint: Any, text: Any, option: str) -> bool:
 def read_value(name: str, value: Any, hint: Any) -> Any:
     """Text as the type that an option has; other values as they are. Raises UsageError if it is none of these."""
     if not isinstance(value, str):
-        if hint is int and isinstance(value, float):
-            raise UsageError(f"option {name}={value!r} is not a whole number")
-        return value
+        return _whole(name, value) if isinstance(value, float) and _is_whole(hint) else value
     if (kind := piece_in(hint)) is not None:
         return read(kind, value)
     if get_origin(hint) in (Union, types.UnionType):
@@ -152,6 +149,23 @@ def read_value(name: str, value: Any, hint: Any) -> Any:
         return hint(value)
     except ValueError:
         raise UsageError(f"option {name}={value!r} is not {'a whole number' if hint is int else 'a number'}") from None
+
+
+def _is_whole(hint: Any) -> bool:
+    """Whether a field of this type holds whole numbers, and no others."""
+    parts = _parts(hint)
+    return int in parts and float not in parts
+
+
+def _whole(name: str, value: float) -> int:
+    if not value.is_integer():
+        raise UsageError(f"option {name}={value!r} is not a whole number")
+    return int(value)
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """The types that a union is of, or the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def text_of(value: object) -> str:

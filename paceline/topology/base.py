@@ -17,6 +17,12 @@ from torch import Tensor
 from paceline.pieces import Piece
 
 _SHADES = "·░▒▓█"
+_NOTHING = 1e-9
+"""What rounding may leave of a weight."""
+_MOST_STEPS = 1024
+"""Of a period that is looked at."""
+_NUM_SQUARES = 30
+"""After so many, 1 - 1e-9 has come below a half."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +30,9 @@ class Topology(Piece, ABC):
     """Neighbours of every worker at every step."""
 
     is_symmetric: ClassVar[bool] = False
-    """Whether, by how it is made, a worker's weights sum to one and links weigh the same both ways, for any number of
-    workers and at any step. Then mixing keeps the mean, and nobody looks."""
+    """Whether, by how it is made, a worker's weights sum to one, none is below 0 and its own above it, and links weigh
+    the same both ways, for any number of workers and at any step. Then mixing keeps the mean, and takes all to it where
+    links join all, and nobody looks."""
 
     @abstractmethod
     def sources(self, step: int, rank: int, size: int) -> Mapping[int, float]:
@@ -63,10 +70,7 @@ class Topology(Piece, ABC):
     @final
     def contraction(self, size: int) -> float:
         """The 2-norm of W - J over a period, J averaging all: by this the distance to the mean shrinks at least."""
-        product = torch.eye(size, dtype=torch.float64)
-        for step in range(self.period(size)):
-            product = self.matrix(step, size) @ product
-        return float(torch.linalg.matrix_norm(product - 1 / size, 2))
+        return float(torch.linalg.matrix_norm(self._product(size) - 1 / size, 2))
 
     @final
     def spectral_gap(self, size: int) -> float:
@@ -80,15 +84,32 @@ class Topology(Piece, ABC):
 
     @final
     def comes_together(self, size: int) -> bool:
-        """Whether mixing that keeps the mean and joins all takes all to it. Where some worker keeps a part of its own
-        model it does; where none does, models may swap places for ever."""
-        steps = range(self.period(size))
-        if any(self.neighbours(step, rank, size).own_weight > 0 for step in steps for rank in range(size)):
+        """Whether mixing that keeps the mean and joins all takes all to it: models may swap places for ever, or run
+        away. It does where a period's product has no eigenvalue of 1 or more beside that of the mean: where its powers
+        fall to nothing. A period of more than 1024 steps is taken on trust."""
+        period = self.period(size)
+        if self.is_symmetric or period > _MOST_STEPS or (period == 1 and self._mixes(size)):
             return True
+        apart = self._product(size) - 1 / size
+        for _ in range(_NUM_SQUARES):
+            if float(torch.linalg.matrix_norm(apart)) < 0.5:
+                return True
+            apart = apart @ apart
+        return False
+
+    def _mixes(self, size: int) -> bool:
+        """Whether all links weigh more than nothing, and somebody keeps a part of its own: then no eigenvalue but that
+        of the mean is as large as 1 (Perron and Frobenius), and nobody multiplies large matrices."""
+        near = [self.neighbours(0, rank, size) for rank in range(size)]
+        weigh = all(each.own_weight >= 0 and min(each.receives_from.values(), default=1) > 0 for each in near)
+        return weigh and any(each.own_weight > _NOTHING for each in near)
+
+    def _product(self, size: int) -> Tensor:
+        """What a period of mixing does."""
         product = torch.eye(size, dtype=torch.float64)
-        for step in steps:
+        for step in range(self.period(size)):
             product = self.matrix(step, size) @ product
-        return float(torch.linalg.eigvals(product - 1 / size).abs().max()) < 1 - 1e-9
+        return product
 
     @final
     def joins_all(self, size: int) -> bool:

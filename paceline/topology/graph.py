@@ -1,6 +1,9 @@
 """Topologies that users draw themselves."""
 
+import bz2
+import gzip
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,7 +39,7 @@ class Graph(Topology):
         given = {other: graph.edges[other, rank].get("weight") for other in sorted(near)}
         if given and None not in given.values():
             own = graph.edges[rank, rank].get("weight") if graph.has_edge(rank, rank) else None
-            return _checked(rank, own, given)
+            return _finite(rank, own, given)
         if any(weight is not None for weight in given.values()):
             raise ValueError(f"some links to worker {rank} have a weight, and others have none")
         if graph.is_directed():
@@ -52,6 +55,8 @@ class Graph(Topology):
 @dataclass(frozen=True)
 class EdgeList(Topology, name="edge-list"):
     """The graph of a file with a link a line: two ranks and, if it is to be another than `Graph` gives, a weight.
+
+    The file is UTF-8, and unpacked if its name ends in .gz, .gzip or .bz2.
 
     Raises:
         UsageError: the file cannot be read, or is no such list.
@@ -70,10 +75,10 @@ class EdgeList(Topology, name="edge-list"):
 
         graph: networkx.Graph[int] = networkx.DiGraph() if self.directed else networkx.Graph()
         try:
-            for line in Path(self.file).read_text().splitlines():
+            for line in _text(Path(self.file)).splitlines():
                 if fields := line.partition("#")[0].split():
                     _add_link(graph, line, fields)
-        except (OSError, ValueError) as error:
+        except (OSError, EOFError, ValueError, zlib.error) as error:
             raise UsageError(f"{self.file} cannot be read as a list of links, two ranks a line: {error}") from None
         return Graph(graph)
 
@@ -81,20 +86,19 @@ class EdgeList(Topology, name="edge-list"):
         return self.graph.sources(step, rank, size)
 
 
-def _checked(rank: int, own: float | None, given: Mapping[int, float]) -> dict[int, float]:
-    """A worker's weights; a link of weight 0 is none. Raises ValueError for weights with which models run away."""
-    for other, weight in given.items():
-        if not 0 <= weight < math.inf:
+def _finite(rank: int, own: float | None, given: Mapping[int, float]) -> dict[int, float]:
+    """A worker's weights. Whether models that are mixed with them come together is asked where they are mixed."""
+    for other, weight in {**given, rank: own or 0.0}.items():
+        if not math.isfinite(weight):
             raise ValueError(f"the link from worker {other} to worker {rank} has the weight {weight:g}; take 0 to 1")
-    if own is None:
-        own = 1 - sum(given.values())
-        own = 0.0 if math.isclose(own, 0, abs_tol=1e-9) else own  # up to rounding
-    if not 0 <= own < math.inf:
-        raise ValueError(
-            f"the links to worker {rank} weigh {sum(given.values()):g} together, and its own model {own:g}; make them "
-            "weigh at most 1, or leave all weights out"
-        )
-    return {rank: own, **{other: weight for other, weight in given.items() if weight}}
+    return {rank: 1 - sum(given.values()) if own is None else own, **given}
+
+
+def _text(path: Path) -> str:
+    """The file's, as networkx reads it."""
+    content = path.read_bytes()
+    unpack = {".gz": gzip.decompress, ".gzip": gzip.decompress, ".bz2": bz2.decompress}.get(path.suffix, bytes)
+    return unpack(content).decode()
 
 
 def _add_link(graph: "networkx.Graph[int]", line: str, fields: Sequence[str]) -> None:

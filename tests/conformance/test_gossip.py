@@ -329,6 +329,29 @@ def test_a_resumed_run_is_an_uninterrupted_one(strategy: Gossip, tmp_path: Path)
 DIRECTED, APART = networkx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]), networkx.Graph([(0, 1), (2, 3)])
 
 
+def weighted(*weights: float) -> Graph:
+    """A chain."""
+    graph = networkx.Graph()
+    graph.add_weighted_edges_from((rank, rank + 1, weight) for rank, weight in enumerate(weights))
+    return Graph(graph)
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (0, 1), (-1, 3)])
+def test_modes_that_share_models_out_evenly_take_any_weights(weights: tuple[float, ...]) -> None:
+    for mode in ("push-sum", "running-sums", "relay"):
+        build("gossip", {"topology": weighted(*weights), "mode": mode}).check(num_workers=3)
+    build("ad-psgd", {"topology": weighted(*weights)}).check(num_workers=3)
+
+
+def test_weights_below_zero_are_taken_where_models_come_together() -> None:
+    """Xiao and Boyd's best constant weight on a star: the centre counts its own model -1/3 times."""
+    star = networkx.star_graph(4)
+    networkx.set_edge_attributes(star, 1 / 3, "weight")
+    for mode in ("average", "outer"):
+        build("gossip", {"topology": Graph(star), "mode": mode}).check(num_workers=5)
+    assert Graph(star).contraction(5) == pytest.approx(2 / 3)
+
+
 @pytest.mark.parametrize(
     ("options", "workers", "reason"),
     [
@@ -336,6 +359,12 @@ DIRECTED, APART = networkx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]), networkx.G
         ({"topology": "hypercube"}, 6, "a power of two of workers, not 6"),
         ({"topology": Graph(DIRECTED)}, 3, "do not keep the mean of all models; use mode=push-sum"),
         ({"topology": Graph(APART)}, 4, "some of 4 workers never hear of some others"),
+        ({"topology": weighted(1, 1)}, 3, "the links to worker 1 weigh 2 together, and its own model -1; make them"),
+        ({"topology": weighted(1, 1), "mode": "outer"}, 3, "the links to worker 1 weigh 2 together"),
+        ({"topology": weighted(-0.5, 0.5)}, 3, "the link from worker 1 to worker 0 has the weight -0.5; take 0 to 1"),
+        ({"topology": weighted(0.5, 0)}, 3, "links of weight 0 part them; make their weights larger"),
+        ({"topology": weighted(1)}, 2, "keep nothing of their own models, and swap them for ever"),
+        ({"topology": weighted(math.nan), "mode": "push-sum"}, 2, "from worker 1 to worker 0 has the weight nan"),
     ],
 )
 def test_a_topology_without_sense_is_refused(options: dict[str, Any], workers: int, reason: str) -> None:

@@ -45,6 +45,8 @@ class Shaped(Strategy):
     shape: Shape = option(Box(), "what it looks like")
     other: Shape | None = option(None, "what else")
     size: int = option(1, "how large")
+    count: int | None = option(None, "how many")
+    part: float | Literal["auto"] = option("auto", "how much")
 
     @property
     def traits(self) -> Traits:
@@ -72,10 +74,13 @@ def entry() -> Iterator[None]:
         ({"shape": "box:width=3", "shape.is_open": "true"}, Shaped(shape=Box(3, True))),
         ({"shape": Pile(1), "size": "2"}, Shaped(shape=Pile(1), size=2)),
         ({"other": "box", "other.width": 2}, Shaped(other=Box(2))),
+        ({"size": 10.0, "count": 10.0, "part": 10.5}, Shaped(size=10, count=10, part=10.5)),
     ],
 )
 def test_options_name_pieces_and_set_their_own_options(options: dict[str, Any], wanted: Strategy) -> None:
-    assert build("shaped", options) == wanted
+    built = build("shaped", options)
+    assert built == wanted
+    assert repr(built) == repr(wanted)  # 10, not 10.0
 
 
 def test_options_may_stand_behind_the_name() -> None:
@@ -98,6 +103,8 @@ def test_options_may_stand_behind_the_name() -> None:
         ({"shape": "box:is_open=1"}, "neither true nor false"),
         ({"shape": "box:kind=round"}, "kind must be one of flat, tall, not 'round'"),
         ({"size": 1.5}, "size=1.5 is not a whole number"),
+        ({"count": 1.5}, "count=1.5 is not a whole number"),
+        ({"shape": "box", "shape.width": 1.5}, "width=1.5 is not a whole number"),
         ({"shape": "pile"}, "pile needs height, as in pile:height="),
         ({"shape": "box:width"}, "not of the form"),
         ({"shape": "Unnamed"}, "Unnamed"),

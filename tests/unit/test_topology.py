@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -86,6 +88,7 @@ def test_weights_of_draws_are_the_same_both_ways(topology: Topology, size: int) 
     assert topology.is_symmetric
     matrices = [topology.matrix(step, size) for step in range(topology.period(size))]
     assert all(bool(torch.equal(matrix, matrix.T)) for matrix in matrices)
+    assert all(bool((matrix.diagonal() > 0).all()) for matrix in matrices)
 
 
 @dataclass(frozen=True)
@@ -251,6 +254,21 @@ def weighted(*links: tuple[int, int, float]) -> Graph:
     return Graph(graph)
 
 
+@dataclass(frozen=True)
+class Swaps(Topology):
+    """Workers 0 and 1 swap their models, then 1 and 2, but for what they keep."""
+
+    kept: float = 0.0
+    num_steps: int = 2
+
+    def period(self, size: int) -> int:
+        return self.num_steps
+
+    def sources(self, step: int, rank: int, size: int) -> dict[int, float]:
+        partner = {step % 2: 1 + step % 2, 1 + step % 2: step % 2}.get(rank)
+        return {rank: 1.0} if partner is None else {rank: self.kept, partner: 1 - self.kept}
+
+
 @pytest.mark.parametrize(
     ("topology", "size", "do"),
     [
@@ -260,6 +278,16 @@ def weighted(*links: tuple[int, int, float]) -> Graph:
         (weighted((0, 1, 0.5)), 2, True),
         (Ring(), 4, True),
         (RandomPairs(), 7, True),
+        (BaseK(), 12, True),
+        (OnePeerExponential(), 12, True),
+        (Swaps(), 3, False),
+        (Swaps(kept=0.1), 3, True),
+        (weighted(*((0, leaf, 1 / 3) for leaf in range(1, 5))), 5, True),
+        (weighted(*((one, other, 0.3334) for one in range(4) for other in range(one))), 4, True),
+        (weighted((0, 1, 1.0), (1, 2, 1.0)), 3, False),
+        (weighted((0, 1, -0.5), (1, 2, 0.5)), 3, False),
+        (weighted((0, 1, 0.5), (1, 2, 0.0)), 3, False),
+        (weighted((0, 1, 1e6), (1, 2, 1e6)), 3, False),
     ],
 )
 def test_workers_that_swap_their_models_never_agree(topology: Topology, size: int, do: bool) -> None:
@@ -268,8 +296,21 @@ def test_workers_that_swap_their_models_never_agree(topology: Topology, size: in
     assert topology.comes_together(size) is do
 
 
-def test_a_link_without_weight_is_none() -> None:
-    assert not weighted((0, 1, 0.5), (1, 2, 0.0)).joins_all(3)
+def test_a_long_period_is_taken_on_trust() -> None:
+    assert not Swaps(num_steps=1024).comes_together(3)
+    assert Swaps(num_steps=1026).comes_together(3)
+
+
+def test_a_packed_list_of_links_is_unpacked(tmp_path: Path) -> None:
+    content = "0 1 # première\n1 2\n".encode()
+    for name, packed in (("a.txt", content), ("a.gz", gzip.compress(content)), ("a.bz2", bz2.compress(content))):
+        (tmp_path / name).write_bytes(packed)
+        torch.testing.assert_close(EdgeList(str(tmp_path / name)).matrix(0, 3), Chain().matrix(0, 3))
+    for name in ("a.gz", "a.bz2"):
+        for broken in (content, (tmp_path / name).read_bytes()[:-9]):
+            (tmp_path / "broken").with_suffix(Path(name).suffix).write_bytes(broken)
+            with pytest.raises(UsageError, match="cannot be read as a list of links"):
+                EdgeList(str((tmp_path / "broken").with_suffix(Path(name).suffix)))
 
 
 @pytest.mark.parametrize(
@@ -279,9 +320,8 @@ def test_a_link_without_weight_is_none() -> None:
         (Torus(3), 8, "8 workers make no torus of 3 rows"),
         (Hypercube(), 6, "a power of two of workers, not 6"),
         (Graph(networkx.from_edgelist([(0, 1), (1, 2, {"weight": 0.5})])), 3, "some links to worker 1 have a weight"),
-        (weighted((0, 1, 1.0), (1, 2, 1.0)), 3, "the links to worker 1 weigh 2 together, and its own model -1"),
-        (weighted((0, 1, -0.5), (1, 2, 0.5)), 3, "the link from worker 1 to worker 0 has the weight -0.5"),
-        (weighted((0, 1, math.nan)), 2, "the weight nan"),
+        (weighted((0, 1, math.nan)), 2, "from worker 1 to worker 0 has the weight nan"),
+        (weighted((0, 1, 0.5), (1, 1, math.inf)), 2, "from worker 1 to worker 1 has the weight inf"),
     ],
 )
 def test_a_topology_that_is_none_of_so_many_workers_is_refused(topology: Topology, size: int, reason: str) -> None:

@@ -134,10 +134,7 @@ class Gossip(Strategy):
         if self.mode in ("average", "outer") and not keeps_mean:
             raise UsageError(f"the weights of {topology} do not keep the mean of all models; use mode=push-sum")
         if self.mode in ("average", "outer") and not topology.comes_together(num_workers):
-            raise UsageError(
-                f"under {topology} workers keep nothing of their own models, and swap them for ever; make the weights "
-                "of links smaller"
-            )
+            raise UsageError(f"under {topology} models never come together: {_why_apart(topology, num_workers)}")
 
     @property
     def traits(self) -> Traits:
@@ -163,3 +160,24 @@ class Gossip(Strategy):
 
     def bind(self, context: Context, replica: Replica) -> Synchronizer:
         return GossipSynchronizer(self, context, replica)
+
+
+def _why_apart(topology: Topology, size: int) -> str:
+    """What keeps mixing that keeps the mean from taking all to it, and what to do about it."""
+    near = [
+        (rank, topology.neighbours(step, rank, size)) for step in range(topology.period(size)) for rank in range(size)
+    ]
+    for rank, each in near:
+        for other, weight in each.receives_from.items():
+            if weight < 0:
+                return f"the link from worker {other} to worker {rank} has the weight {weight:g}; take 0 to 1"
+    rank, worst = min(near, key=lambda each: each[1].own_weight)
+    kept = round(worst.own_weight, 9)
+    if kept < 0:
+        return (
+            f"the links to worker {rank} weigh {sum(worst.receives_from.values()):g} together, and its own model "
+            f"{kept:g}; make them weigh at most 1, or leave all weights out"
+        )
+    if kept == 0:
+        return "workers keep nothing of their own models, and swap them for ever; make the weights of links smaller"
+    return "links of weight 0 part them; make their weights larger"

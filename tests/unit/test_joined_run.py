@@ -35,6 +35,7 @@ class Afar:
         self._directory, self._turns, self._then_ends = directory, turns, then_ends
         self.round, self.counted = -1, -1
         self.sent: list[list[Tensor]] = []
+        self.num_waits, self.is_left = 0, False
         self.on_disk: list[int] = []
         """Of each update, the iteration of the checkpoint that was there as it left."""
 
@@ -42,6 +43,7 @@ class Afar:
         pass
 
     def next_turn(self, state: Sequence[Tensor]) -> bool:
+        self.num_waits += 1
         if self.round + 1 == self._turns and not self._then_ends:
             raise Gone
         for tensor in state:
@@ -57,7 +59,7 @@ class Afar:
         pass
 
     def leave(self) -> None:
-        pass
+        self.is_left = True
 
 
 def checkpoint_in(directory: Path) -> Checkpoint:
@@ -102,3 +104,15 @@ def test_a_client_that_comes_back_for_the_end_evaluates_the_servers_last_model(t
     result = Result(tmp_path)
     assert [each.iteration for each in result.evaluations] == [2]
     assert all(not tensor.any() for tensor in result.model_state().values())
+
+
+def test_a_client_whose_budget_is_spent_leaves_and_waits_for_no_turn(tmp_path: Path) -> None:
+    """Its last update has left. One that comes back with no more to spend leaves at once."""
+    one_turn = {"privacy": "local", "privacy.noise": "100", "privacy.epsilon": "0.1"}
+    server = Afar(tmp_path, turns=9, then_ends=True)
+    join(tmp_path, server, options=one_turn)
+    assert len(server.sent) == server.num_waits > 0
+    assert server.is_left
+    again = Afar(tmp_path, turns=9, then_ends=True)
+    join(tmp_path, again, options=one_turn, checkpoint=checkpoint_in(tmp_path))
+    assert (again.num_waits, again.is_left) == (0, True)

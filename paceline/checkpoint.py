@@ -1,8 +1,10 @@
 """What a run needs to go on: one weights-only torch file, the same whatever the strategy and the number of servers."""
 
+import copy
 import io
 import zipfile
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pickle import PickleError
 from typing import Any, Literal
 
@@ -45,7 +47,7 @@ class WorkerState:
     """For every loader after the first, by name: epoch, batches done, and the data set's state."""
     script: dict[str, Any] | None = None
     """The optimizer's `groups`, and the states of what else was given to `prepare` (`extra`), of a worker that goes its
-    own way through its script; none: they are the first one's."""
+    own way through its script; none: they are as the first one's."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +98,14 @@ class Checkpoint:
 
     def require_plain(self) -> None:
         """Raises UsageError if weights-only torch files cannot hold something that the script has brought."""
-        plain_groups(self.groups)
-        for name, state in self.extra.items():
-            require_plain(f"the state of {name!r}", state)
+        plain_script(self.groups, self.extra)
 
     def plain(self) -> dict[str, Any]:
         """As plain data and tensors. Raises UsageError as `require_plain`."""
         self.require_plain()
         content = {f.name: getattr(self, f.name) for f in fields(self)}
         content["groups"] = plain_groups(self.groups)
-        content["workers"] = [asdict(worker) for worker in self.workers]
+        content["workers"] = [copy.deepcopy(vars(worker)) for worker in self.workers]
         content["row_files"] = {table: [list(file) for file in files] for table, files in self.row_files.items()}
         return content
 
@@ -171,6 +171,13 @@ def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for name, value in group.items():
             require_plain(f"{name!r} of the optimizer's group {index}", value)
     return found
+
+
+def plain_script(groups: list[dict[str, Any]], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What a script moves on, as plain data: see `WorkerState.script`. Raises UsageError as `require_plain`."""
+    for name, state in extra.items():
+        require_plain(f"the state of {name!r}", state)
+    return {"groups": plain_groups(groups), "extra": dict(extra)}
 
 
 def require_plain(what: str, value: Any) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from paceline.checkpoint import FILE_NAME, Checkpoint
 from paceline.running.result import Result
 from paceline.training.worker import Worker
 from tests.conformance import virtual_engine
@@ -185,7 +186,11 @@ def see_no_number(worker: Worker, out: Path, *, bad: slice) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize(("private", "bad"), [("", slice(5, 6)), ("norm", slice(4, 8))], ids=["shared", "private"])
+@pytest.mark.parametrize(
+    ("private", "bad"),
+    [("", slice(5, 6)), ("norm", slice(4, 8)), ("norm", slice(5, 6))],
+    ids=["shared", "private", "private, and one good batch"],
+)
 def test_statistics_of_bad_data_do_not_count(private: str, bad: slice, tmp_path: Path) -> None:
     options = {"private": private, "nonfinite": "skip"}
     result = run(partial(see_no_number, bad=bad), tmp_path, clients=3, workers=3, options=options, max_steps=2)
@@ -193,10 +198,19 @@ def test_statistics_of_bad_data_do_not_count(private: str, bad: slice, tmp_path:
     assert result.iteration == 2
 
 
-def step_by_step(worker: Worker, out: Path) -> None:
+def gently(optimizer: SGD) -> LRScheduler:
+    return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def by_milestones(optimizer: SGD) -> LRScheduler:
+    """Keeps its milestones in a Counter, of which plain copies of dicts make something else."""
+    return MultiStepLR(optimizer, milestones=[*range(3, 60, 3)], gamma=0.8)
+
+
+def step_by_step(worker: Worker, out: Path, *, scheduled: Callable[[SGD], LRScheduler] = gently) -> None:
     model = network()
     worker.evaluation(lambda model: {"sum": float(sum(each.sum() for each in model.parameters()))})
-    schedule = LambdaLR(optimizer := SGD(model.parameters(), lr=0.1), lambda step: 1 / (1 + step))
+    schedule = scheduled(optimizer := SGD(model.parameters(), lr=0.1))
     loader = DataLoader(data_of([2, 8, 4, 2]), batch_size=2)
     model, optimizer, loader = worker.prepare(model, optimizer, loader, schedule=schedule)
     for _ in range(20):
@@ -208,21 +222,39 @@ def step_by_step(worker: Worker, out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "options"),
-    [(2, {"fraction": 0.5}), (3, {"fraction": 0.25, "private": "2"})],
-    ids=["schedules of their own", "workers without a client"],
+    ("workers", "options", "scheduled"),
+    [
+        (2, {"fraction": 0.5}, gently),
+        (2, {"fraction": 0.5}, by_milestones),
+        (3, {"fraction": 0.25, "private": "2"}, gently),
+    ],
+    ids=["schedules of their own", "milestones of their own", "workers without a client"],
 )
-def test_each_worker_goes_on_from_its_own_place(workers: int, options: dict[str, Any], tmp_path: Path) -> None:
+def test_each_worker_goes_on_from_its_own_place(
+    workers: int, options: dict[str, Any], scheduled: Callable[[SGD], LRScheduler], tmp_path: Path
+) -> None:
     """Schedulers that workers have stepped as often as their clients have batches, and private layers of whoever a
     worker has played last: it may play nobody for rounds."""
     settings: dict[str, Any] = {"clients": 4, "workers": workers, "options": options, "eval_every": 1}
-    whole = run(step_by_step, tmp_path / "whole", max_steps=7, **settings)
-    run(step_by_step, tmp_path / "begun", max_steps=4, **settings)
-    resumed = run(step_by_step, tmp_path / "resumed", max_steps=7, resume=tmp_path / "begun", **settings)
+    script = partial(step_by_step, scheduled=scheduled)
+    whole = run(script, tmp_path / "whole", max_steps=7, **settings)
+    run(script, tmp_path / "begun", max_steps=4, **settings)
+    resumed = run(script, tmp_path / "resumed", max_steps=7, resume=tmp_path / "begun", **settings)
     sums = [[each.metrics["sum"] for each in result.evaluations if each.iteration > 4] for result in (whole, resumed)]
     assert sums[0] == sums[1]
     assert len(sums[0]) == 3
     assert apart(whole, resumed) == 0.0
+
+
+@pytest.mark.parametrize(("fraction", "are_kept"), [(1.0, False), (0.5, True)], ids=["alike", "apart"])
+def test_a_workers_schedules_are_kept_where_they_are_not_the_first_ones(
+    fraction: float, are_kept: bool, tmp_path: Path
+) -> None:
+    """Of a large state, such as an average of the model, a checkpoint holds one, and not as many as there are workers.
+    With all clients both workers have as many batches."""
+    run(step_by_step, tmp_path, clients=4, workers=2, options={"fraction": fraction}, max_steps=1)
+    checkpoint = Checkpoint.decode((tmp_path / FILE_NAME).read_bytes(), where="")
+    assert [worker.script is not None for worker in checkpoint.workers] == [False, are_kept]
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,9 @@ def test_with_noise_of_its_own_each_client_hides_from_the_server() -> None:
     assert after(build("fed-avg", options), SPREAD, rounds=1) == pytest.approx(-sum(rows) / 9, rel=1e-9)
 
 
-def guard(privacy: Privacy, *, clients: int = 100, fraction: float = 0.4) -> Guard:
-    participation = build("dp-fed-avg", {"clients": clients, "fraction": fraction}).participation()
+def guard(privacy: Privacy, *, clients: int = 100, fraction: float = 0.4, sampler: str = "poisson") -> Guard:
+    options = {"clients": clients, "fraction": fraction, "sampler": sampler, "privacy": "local"}
+    participation = build("fed-avg", options).participation()
     assert participation is not None
     sizes = (1,) * clients
     return Guard(privacy, Roster(participation, sizes=sizes, num_batches=sizes, rank=0, ranks=[0], seed=0), seed=0)
@@ -109,6 +110,17 @@ def test_rounds_that_cost_something_else_are_not_counted_with_others(
     before = guard(privacy, **given).own_state() if privacy is not None else {}
     with pytest.raises(UsageError, match=r"epsilon of all rounds cannot be told.* privacy=central:noise=2"):
         guard(Central(noise=2.0)).restore({name: each.tensor for name, each in before.items()})
+
+
+def test_turns_that_another_sampler_drew_are_not_counted_as_this_ones() -> None:
+    """With noise of its own the client with most turns has spent most. The sum's noise costs the same whoever took part
+    in it; checkpoints of older versions do not say who drew."""
+    own = {name: each.tensor for name, each in guard(Local(noise=2.0)).own_state().items()}
+    guard(Local(noise=2.0)).restore(own)
+    with pytest.raises(UsageError, match="other sampler"):
+        guard(Local(noise=2.0), sampler="cyclic").restore(own)
+    older = {**own, "privacy.terms": own["privacy.terms"][:4]}
+    guard(Local(noise=2.0), sampler="cyclic").restore(older)
 
 
 def test_a_clip_that_follows_norms_goes_on_and_another_one_is_as_it_is_given() -> None:

@@ -36,6 +36,7 @@ class Afar:
         self._directory, self._turns, self._then_ends = directory, turns, then_ends
         self.round, self.counted = -1, -1
         self.sent: list[list[Tensor]] = []
+        self.num_waits, self.is_left = 0, False
         self.on_disk: list[int] = []
         """Of each update, the iteration of the checkpoint that was there as it left."""
 
@@ -43,6 +44,7 @@ class Afar:
         pass
 
     def next_turn(self, state: Sequence[Tensor]) -> bool:
+        self.num_waits += 1
         if self.round + 1 == self._turns and not self._then_ends:
             raise Gone
         for tensor in state:
@@ -59,7 +61,7 @@ class Afar:
         pass
 
     def leave(self) -> None:
-        pass
+        self.is_left = True
 
 
 def checkpoint_in(directory: Path) -> Checkpoint:
@@ -120,3 +122,15 @@ def test_a_client_has_its_last_turn_when_a_server_is_started_again_for_further_r
     assert controls.any()
     join(tmp_path, Afar(tmp_path, turns=0, then_ends=True), options=options, checkpoint=checkpoint_in(tmp_path))
     assert torch.equal(controls_in(tmp_path), controls)
+
+
+def test_a_client_whose_budget_is_spent_leaves_and_waits_for_no_turn(tmp_path: Path) -> None:
+    """Its last update has left. One that comes back with no more to spend leaves at once."""
+    one_turn = {"privacy": "local", "privacy.noise": "100", "privacy.epsilon": "0.1"}
+    server = Afar(tmp_path, turns=9, then_ends=True)
+    join(tmp_path, server, options=one_turn)
+    assert len(server.sent) == server.num_waits > 0
+    assert server.is_left
+    again = Afar(tmp_path, turns=9, then_ends=True)
+    join(tmp_path, again, options=one_turn, checkpoint=checkpoint_in(tmp_path))
+    assert (again.num_waits, again.is_left) == (0, True)

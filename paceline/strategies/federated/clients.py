@@ -6,6 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from paceline.arrays import is_finite
 from paceline.comm.base import Collective
 from paceline.correction import Control
 from paceline.server.state import export_state, import_state
@@ -54,6 +55,10 @@ class Clients:
         named = [*named_parameters_of(replica.model), *replica.model.named_buffers()]
         own = {id(tensor) for tensor in (*replica.all_parameters, *replica.buffers)}
         return {name: tensor.detach() for name, tensor in named if name in self._names and id(tensor) in own}
+
+    def first_nonfinite(self) -> str | None:
+        """The name of a private tensor in place that is not finite, as running statistics of a bad batch become."""
+        return next((name for name, tensor in self.private.items() if not is_finite(tensor)), None)
 
     def load(self, client: int) -> list[Control]:
         """The client's turn begins; returns its controls, one a shared parameter."""

@@ -17,6 +17,8 @@ from paceline.strategies.own_state import OwnState
 from paceline.transform import AddNoise, ClipNorm, outward
 
 _CLIP, _TERMS = "privacy.clip", "privacy.terms"
+_NUM_OLDER = 4
+"""Terms in checkpoints of older versions, which lack the sampler."""
 
 
 @final
@@ -108,12 +110,13 @@ class Guard:
 
     def restore(self, own: Mapping[str, Tensor]) -> None:
         """Take up what `own_state` gave. Raises UsageError where rounds have cost something else so far."""
-        of_older_versions = self._terms if _CLIP in own else torch.zeros(0)
-        if not torch.equal(own.get(_TERMS, of_older_versions), self._terms):
+        terms, of_older_versions = self._terms, self._terms[:_NUM_OLDER]
+        saved = own.get(_TERMS, of_older_versions if _CLIP in own else torch.zeros(0))
+        if not torch.equal(saved, terms) and not torch.equal(saved, of_older_versions):
             raise UsageError(
                 f"epsilon of all rounds cannot be told: those before the checkpoint had other noise than privacy="
-                f"{self._privacy}, or none, or other numbers of clients; resume with the options that the run began "
-                "with, or begin a run anew"
+                f"{self._privacy}, or none, or other numbers of clients, or another sampler; resume with the options "
+                "that the run began with, or begin a run anew"
             )
         if self._privacy.follows_norms:
             self._clip = float(own[_CLIP])
@@ -121,7 +124,10 @@ class Guard:
     @property
     def _terms(self) -> Tensor:
         """What the cost of a round follows from, and on whom it falls."""
-        terms = [self._on_sum is not None, self._privacy.noise, self._rate, self._roster.participation.num_clients]
+        participation = self._roster.participation
+        terms = [self._on_sum is not None, self._privacy.noise, self._rate, participation.num_clients]
+        if self._on_sum is None:  # who has had how many turns
+            terms.append(derive(0, "sampler", str(participation.sampler)))
         return torch.tensor(terms, dtype=torch.float64)
 
     def _generator(self, *of: str | int) -> torch.Generator:

@@ -159,14 +159,17 @@ class ServerModel:
         self._elsewhere.attach(*self._described, samples=num_samples)
 
     @torch.no_grad()
-    def next_turn(self) -> bool:
-        """What a client's turn has come to leaves for the server elsewhere, which says when the next one begins.
-        Returns whether there is none."""
-        assert self._elsewhere is not None
-        if self._outgoing is not None:
+    def send(self) -> None:
+        """What a client's turn has come to, if to anything, leaves for the server elsewhere."""
+        if self._outgoing is not None and self._elsewhere is not None:
             update, scale = self._outgoing
             self._elsewhere.send(update, scale=scale)
             self._outgoing = None
+
+    @torch.no_grad()
+    def next_turn(self) -> bool:
+        """The server elsewhere says when a client's next turn begins. Returns whether there is none."""
+        assert self._elsewhere is not None
         state = [torch.empty_like(tensor) for tensor in self._state]
         is_over = self._elsewhere.next_turn(state)
         overwrite([*self.parameters, *self._shared_buffers, *self.controls], state)

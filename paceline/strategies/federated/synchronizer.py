@@ -204,10 +204,15 @@ class FederatedSynchronizer(Synchronizer):
         self._num_played, self._awaits_turn = 0, True
 
     def _await_turn(self) -> None:
-        self._is_over = self._server.next_turn()
         self._awaits_turn = False
-        self._settle()
+        self._server.send()
         self._look_at_budget()
+        if self._is_over and self._strategy.secure is None:  # under masks others need it until the round is over
+            self.leave()
+        else:
+            self._is_over = self._server.next_turn()
+            self._settle()
+            self._look_at_budget()
         self._server.load()
 
     def _contribute(self, playing: _Playing) -> None:
@@ -216,10 +221,10 @@ class FederatedSynchronizer(Synchronizer):
         self._num_played += 1
         turn, strategy = playing.turn, self._strategy
         changes, of_buffers = self._server.changes(), self._server.changes_of_buffers()
-        culprit = self._server.first_nonfinite([*changes, *of_buffers]) if strategy.nonfinite != "allow" else None
+        culprit = self._server.first_nonfinite([*changes, *of_buffers]) or self._clients.first_nonfinite()
         if culprit is not None and strategy.nonfinite == "raise":
             raise _non_finite_change(turn, culprit, rank=self.context.rank)
-        if culprit is not None or not playing.num_steps:
+        if (culprit is not None and strategy.nonfinite == "skip") or not playing.num_steps:
             self._clients.put_back(turn.client)
             return
         controls = self._kept_controls(playing, changes)

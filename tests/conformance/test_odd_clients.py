@@ -257,6 +257,36 @@ def test_a_workers_schedules_are_kept_where_they_are_not_the_first_ones(
     assert [worker.script is not None for worker in checkpoint.workers] == [False, are_kept]
 
 
+class OfOneRank:
+    """Has a state that a checkpoint cannot hold, nor a message, on the ranks after the first."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rule": (lambda: None) if self._rank else 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def keep_a_rule(worker: Worker, out: Path) -> None:
+    model, rule = network(), OfOneRank(worker.rank)
+    loader = DataLoader(data_of([2, 2]), batch_size=2)
+    model, optimizer, loader = worker.prepare(model, SGD(model.parameters(), lr=0.1), loader, rule=rule)
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            backward(model, x, y)
+            optimizer.step()
+
+
+def test_the_first_rank_refuses_what_a_checkpoint_cannot_hold_of_anothers(tmp_path: Path) -> None:
+    """Whoever raised before the first one has its part would have it wait."""
+    with pytest.raises(Exception, match=r"rank 1: a checkpoint holds plain data .* the state of 'rule'"):
+        run(keep_a_rule, tmp_path, clients=2, workers=2, max_steps=1)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

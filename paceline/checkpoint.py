@@ -174,7 +174,7 @@ def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plain_script(groups: list[dict[str, Any]], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What a script moves on, as plain data: see `WorkerState.script`. Raises UsageError as `require_plain`."""
+    """Gives `WorkerState.script` of an optimizer's groups and of other states. Raises UsageError as `require_plain`."""
     for name, state in extra.items():
         require_plain(f"the state of {name!r}", state)
     return {"groups": plain_groups(groups), "extra": dict(extra)}

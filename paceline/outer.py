@@ -29,9 +29,9 @@ class Outer(Piece, ABC):
 
     @final
     def fitting(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What this kind goes on with of an optimizer's state, keyed `<parameter index>.<name>`: all of it, or nothing
-        where another kind has left it. Names tell kinds apart: those that keep the same (Momentum and Nesterov, Adam
-        and AdamW, FedAdam and FedYogi) go on with one another's."""
+        """Gives the state, keyed `<parameter index>.<name>`, if this kind can go on with it; nothing, if another kind has
+        left it. Names tell kinds apart: those that keep the same (Momentum and Nesterov, Adam and AdamW, FedAdam and
+        FedYogi) go on with one another's."""
         left: dict[str, set[str]] = {}
         for key in state:
             index, _, name = key.partition(".")
@@ -40,7 +40,7 @@ class Outer(Piece, ABC):
         return dict(state) if all(names in own for names in left.values()) else {}
 
     def _names(self, shape: tuple[int, ...]) -> set[str]:
-        """Of what this kind keeps of a parameter of the shape."""
+        """Tells under which names this kind keeps state of a parameter of this shape."""
         trial = nn.Parameter(torch.zeros(shape))
         optimizer = self.optimizer([trial])
         trial.grad = torch.zeros(shape)

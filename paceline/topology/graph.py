@@ -75,7 +75,7 @@ class EdgeList(Topology, name="edge-list"):
 
         graph: networkx.Graph[int] = networkx.DiGraph() if self.directed else networkx.Graph()
         try:
-            for line in _text(Path(self.file)).splitlines():
+            for line in _text(Path(self.file)).splitlines():  # networkx would pass over lines that are no links
                 if fields := line.partition("#")[0].split():
                     _add_link(graph, line, fields)
         except (OSError, EOFError, ValueError, zlib.error) as error:

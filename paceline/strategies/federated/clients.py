@@ -112,8 +112,8 @@ class Clients:
         self._of_round = {}
 
     def own_state(self) -> dict[str, OwnState]:
-        """What a checkpoint holds of those clients that this worker keeps anything of, and the private layers that are
-        in place, since the model has their mean; how they begin is the same on all workers."""
+        """A checkpoint holds what this worker keeps of clients, how private layers begin, which is the same on all
+        workers, and those that are in place, since the saved model has their mean."""
         initial = {_INITIAL + name: OwnState(tensor, "same") for name, tensor in self._initial.items()}
         fate: Fate = "same" if self._by_all else "reset"
         in_place = {} if self._by_all else {_IN_PLACE + name: OwnState(each) for name, each in self.private.items()}

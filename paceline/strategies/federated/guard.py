@@ -66,7 +66,7 @@ class Guard:
         return self._privacy.epsilon is not None and self.epsilon(num_rounds) > self._privacy.epsilon
 
     def clipped(self, sent: Contribution) -> Contribution:
-        """What a client sends that does not clip itself, as the server takes it: it clips what it adds noise to."""
+        """The server clips what it adds noise to, so that a client that does not clip itself gains nothing."""
         return sent if self._on_sum is None else ClipNorm(self._clip).outward(sent)
 
     def outward(self, changes: Sequence[Tensor], *, client: int, round_number: int) -> list[Tensor]:
@@ -123,7 +123,7 @@ class Guard:
 
     @property
     def _terms(self) -> Tensor:
-        """What the cost of a round follows from, and on whom it falls."""
+        """These numbers decide what a round costs, and who pays it."""
         participation = self._roster.participation
         terms = [self._on_sum is not None, self._privacy.noise, self._rate, participation.num_clients]
         if self._on_sum is None:  # who has had how many turns

@@ -29,9 +29,9 @@ class Outer(Piece, ABC):
 
     @final
     def fitting(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gives the state, keyed `<parameter index>.<name>`, if this kind can go on with it; nothing, if another kind has
-        left it. Names tell kinds apart: those that keep the same (Momentum and Nesterov, Adam and AdamW, FedAdam and
-        FedYogi) go on with one another's."""
+        """Gives the state, keyed `<parameter index>.<name>`, if this kind can go on with it, else nothing. Names tell
+        kinds apart: those that keep the same (Momentum and Nesterov, Adam and AdamW, FedAdam and FedYogi) go on with
+        one another's."""
         left: dict[str, set[str]] = {}
         for key in state:
             index, _, name = key.partition(".")

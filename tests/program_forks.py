@@ -51,7 +51,7 @@ LOADED = (
     *("paceline.running.simulating", "paceline.running.watching", "paceline.data", "paceline.models", "paceline.lab"),
     *("paceline.lab.comparing", "paceline.lab.tracking", "paceline.lab.virtual_cluster", "paceline.lab.figures"),
     *("paceline.lab.html_page", "paceline.horovod.torch", "paceline.torch_backend.process_group"),
-    *("google.protobuf.json_format", "jsonschema", "requests", "msgpack", "filelock", "tqdm"),  # what Ray imports
+    *("google.protobuf.json_format", "jsonschema", "requests", "msgpack", "filelock"),  # what Ray imports
 )
 RAYS_AGENT = "ray._private.runtime_env.agent.main"  # puts folders of its own onto the path
 LOADED_WITH_RAY = (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engines.ray.nodes import Node, Place, least_loaded, place
+from paceline.engines.ray.nodes import Node, Place, answering, least_loaded, place
 from paceline.engines.ray.placing import place_in_bundles
 from paceline.errors import UsageError
 
@@ -141,3 +141,14 @@ def test_a_host_that_answers_is_told_from_one_that_does_not() -> None:
         node = Node("a", "127.0.0.1", 1.0, 0.0, server.getsockname()[1])
         assert node.answers
     assert not node.answers
+
+
+def test_hosts_that_do_not_answer_are_left_out_and_named() -> None:
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = Node("a", "127.0.0.1", 1.0, 0.0, server.getsockname()[1])
+        gone = Node("b", "127.0.0.2", 1.0, 0.0, server.getsockname()[1])
+        assert answering([there, gone], said.append) == [there]
+        assert said == ["the host at 127.0.0.2 does not answer, and gets no process; Ray still lists it"]
+    assert answering([there, gone], said.append) == [there, gone]  # as from where no host can be reached
+    assert len(said) == 1

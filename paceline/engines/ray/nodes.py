@@ -231,6 +231,18 @@ def nodes() -> list[Node]:
     return sorted(alive, key=lambda node: (node.node_id != own, node.node_id))
 
 
+def answering(hosts: Sequence[Node], say: Callable[[str], None]) -> list[Node]:
+    """Those that answer, or all where none does, as they may not be reached from here; says which are left out. Where
+    a host has just died Ray still lists it, and what is placed there never starts."""
+    there = [host for host in hosts if host.answers]
+    if not there:
+        return list(hosts)
+    for host in hosts:
+        if host not in there:
+            say(f"the host at {host.address} does not answer, and gets no process; Ray still lists it")
+    return there
+
+
 def await_hosts(addresses: Sequence[str], *, within_s: float) -> None:
     """Until Ray lists a node on each of these hosts, and none that does not answer.
 

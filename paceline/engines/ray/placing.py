@@ -1,21 +1,25 @@
 """Where a run's processes go: over the cluster's hosts, or into the placement group that the launcher itself is in."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
 from paceline.engines.ray.job import Job
-from paceline.engines.ray.nodes import Node, Place, nodes, own_node_id, place
+from paceline.engines.ray.nodes import Node, Place, answering, nodes, own_node_id, place
 from paceline.errors import UsageError
 
 
-def places_of(job: Job) -> tuple[bool, list[Place], list[Place]]:
+def places_of(job: Job, say: Callable[[str], None]) -> tuple[bool, list[Place], list[Place]]:
     """Whether workers train on GPUs, where they go, and where servers go. Ranks run host by host.
 
     A launcher inside a placement group, such as a trial of Ray Tune, has no more of the cluster than that: each process
     goes into a bundle of its own, and its cores are the bundle's.
+
+    Args:
+        say: hears which hosts are left out.
 
     Raises:
         UsageError: no host has the resources at all, or the group has too few bundles.
@@ -28,6 +32,7 @@ def places_of(job: Job) -> tuple[bool, list[Place], list[Place]]:
         return uses_cuda, *place_in_bundles(
             found, num_workers=job.num_workers, num_servers=num_servers, wants_gpus=uses_cuda, own=own_node_id()
         )
+    hosts = answering(hosts, say)
     uses_cuda = _uses_cuda(device, sum(host.num_gpus for host in hosts))
     return uses_cuda, *place(
         hosts, num_workers=job.num_workers, num_servers=num_servers, wants_gpus=uses_cuda, is_spread=job.is_spread

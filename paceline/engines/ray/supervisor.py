@@ -105,7 +105,9 @@ class Supervisor:
         """Place all processes, make the world known, and set everybody to work."""
         job, members = self._job, self._members
         launcher = self._controller.address
-        uses_cuda = starting.start(job, members, launcher, turn=lambda: self._hearing.turn(timeout_s=0.0))
+        uses_cuda = starting.start(
+            job, members, launcher, turn=lambda: self._hearing.turn(timeout_s=0.0), say=self._say
+        )
         for name, info in members.infos.items():
             if info.node_id == own_node_id():
                 self._watch.add(name, info.pid)

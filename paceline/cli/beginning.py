@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 
 from paceline import cli
 from paceline.engines.ray.nodes import connected
+from paceline.loading import uncollected
 
 _HEAVY = "paceline.running.launch"
 
@@ -34,5 +35,5 @@ def ray_beside_imports(*, engine: str, address: str | None, insecure: bool, num_
 
 
 def _import() -> None:
-    with suppress(ImportError):  # to be raised by the next import, in the main thread
+    with uncollected(), suppress(ImportError):  # to be raised by the next import, in the main thread
         importlib.import_module(_HEAVY)

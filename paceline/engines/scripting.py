@@ -104,6 +104,9 @@ def run_program(program: Program) -> None:
     Raises:
         ScriptExit: for another status. So is raised what it raises.
     """
+    from paceline.late_compiler import load_compiler_late  # which loads torch, as the program will
+
+    load_compiler_late()
     try:
         if isinstance(program, Script):
             _run_script(program)

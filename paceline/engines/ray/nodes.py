@@ -187,11 +187,11 @@ def _join(address: str, options: dict[str, Any]) -> None:
 def _system_config(num_ready: int) -> dict[str, Any]:
     config: dict[str, Any] = {**RAY_SETTINGS}
     if num_ready > 0:
-        # Processes load what members need while Ray still starts: torch, and the part of it that the first optimizer
-        # would load. Ray would start one a core, so their number is limited, by how many may start at a time.
+        # Processes load what members need while Ray still starts. Ray would start one a core, so their number is
+        # limited, by how many may start at a time.
         config["enable_worker_prestart"] = True
         config["worker_maximum_startup_concurrency"] = num_ready
-        config["preload_python_modules"] = ["paceline.engines.ray.worker_actor", "torch._dynamo"]
+        config["preload_python_modules"] = ["paceline.engines.ray.preload"]
     return config
 
 

@@ -1,6 +1,5 @@
 """A parameter server of a run, as a Ray actor, and how workers have servers built."""
 
-import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from paceline.engines.ray.liveness import end_this_process
 from paceline.engines.ray.nodes import own_address, own_node_id
 from paceline.engines.ray.world_spec import ServerInfo, WorldSpec
 from paceline.engines.scripting import Outcome, outcome_of
+from paceline.late_compiler import load_compiler_late
 from paceline.layout import Layout
 from paceline.messages import Kind, Message
 from paceline.server.admission import Decisions
@@ -32,6 +32,7 @@ class ServerActor:
 
     def __init__(self, launcher: LauncherAddress, index: int) -> None:
         torch.set_num_threads(1)
+        load_compiler_late()
         striking.arm_server(index)
         self._service: ParameterService | None = None
         self._line = ControlLine(
@@ -70,8 +71,6 @@ class ServerActor:
         return self._built.spec_of(key_range)
 
     def serve(self) -> Outcome:
-        # What building the first optimizer would load, in most of a second, while all workers wait for it.
-        importlib.import_module("torch._dynamo")
         try:
             self._built.serve()
             return Outcome(num_steps=self._iteration())

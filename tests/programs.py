@@ -21,6 +21,8 @@ from pathlib import Path
 
 ADDRESS = "PACELINE_TEST_FORKS"
 """Names a server's socket, for the processes of a test session."""
+RUNS_FORKS = "PACELINE_FORKS"
+"""Says whether each run has a server of forks of its own, which costs what the one here does."""
 _OF_WORKERS = "-workers"
 """Behind that name: the socket of the server that workers of Ray's are forks of."""
 READY = b"ready\n"
@@ -107,11 +109,11 @@ def served() -> Iterator[str]:
                 door.bind(name)
                 door.listen(64)
             server = _start(programs, workers)
-        os.environ[ADDRESS] = address
+        os.environ |= {ADDRESS: address, RUNS_FORKS: "off"}
         try:
             yield os.path.join(folder, "bin")
         finally:
-            del os.environ[ADDRESS]
+            del os.environ[ADDRESS], os.environ[RUNS_FORKS]
             server.communicate()
 
 

@@ -29,8 +29,8 @@ GRACE_S = 60.0
 AGENTS_GRACE_S = 90.0
 """Ray's own agents, if they were just starting when all was killed, look for a Ray that is gone for a minute."""
 _AGENTS = ("ray/dashboard/agent.py", "ray/_private/runtime_env/agent", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
-COLD = {programs.ADDRESS: ""}
-"""For the environment of a command that loads what it uses itself, as its Ray's workers do."""
+COLD = {programs.ADDRESS: "", programs.RUNS_FORKS: ""}
+"""For the environment of a command that loads what it uses itself; its Ray's workers are forks of its own server."""
 _TAG = "PACELINE_TEST_TAG"
 
 

@@ -72,6 +72,17 @@ def _num_memory_kills() -> int:
     return int(found[1]) if found else 0
 
 
+def end_with_forker(pid: int) -> None:
+    """In a fork: have the kernel end this process when the thread that forked it ends, which is of process `pid`."""
+    _bind_to_forker(ctypes.CDLL(None, use_errno=True))
+    if os.getppid() != pid:  # it has ended before
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _bind_to_forker(libc: ctypes.CDLL) -> None:
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def bind_forks_to_this_process() -> None:
     """Have children that the main thread forks from here on, such as a DataLoader's, end with this process.
 
@@ -86,7 +97,7 @@ def bind_forks_to_this_process() -> None:
 
     def in_child() -> None:
         if is_main:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            _bind_to_forker(libc)
 
     os.register_at_fork(before=before, after_in_child=in_child)
 

@@ -4,6 +4,7 @@ A pseudo-gradient is what a worker's local steps took off the shared parameters 
 optimization", ICLR 2021, section 2). An outer optimizer steps with the mean of all workers' ones.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,7 +26,19 @@ class Outer(Piece, ABC):
 
     @abstractmethod
     def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
-        """The optimizer of the shared parameters. Raises ValueError for a setting that is out of range."""
+        """The optimizer of the shared parameters."""
+
+    def require_possible(self) -> None:
+        """Raises UsageError, which names the piece, for settings with which it trains nothing, or to no end: rates and
+        small constants are above 0 and finite, and what moments keep is from 0 to below 1."""
+        for field in fields(self):  # type: ignore[arg-type]  # pieces are dataclasses
+            value = getattr(self, field.name)
+            if isinstance(value, str):
+                continue
+            is_kept = field.name.startswith(("beta", "momentum"))
+            if not (0 <= value < 1 if is_kept else 0 < value < math.inf):
+                wanted = "from 0 to below 1" if is_kept else "a finite number above 0"
+                raise UsageError(f"outer={self}: {field.name} is out of range; give {wanted}")
 
     @final
     def fitting(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -115,10 +128,6 @@ class Adaptive(Outer):
 
     @final
     def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (0 <= value < 1 if field.name.startswith("beta") else value > 0):
-                raise ValueError(f"{field.name} is out of range")
         return AdaptiveSteps(parameters, self)
 
 
@@ -187,29 +196,25 @@ class OfTorch(Outer, name="torch"):
     kind: str
     lr: float
 
+    def require_possible(self) -> None:
+        super().require_possible()
+        if self.kind not in _known():
+            raise unknown("optimizer of torch.optim", self.kind, _known())
+
     def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
-        known = {
-            name: value
-            for name, value in vars(torch.optim).items()
-            if isinstance(value, type) and issubclass(value, Optimizer) and name not in _UNFIT
-        }
-        if self.kind not in known:
-            raise unknown("optimizer of torch.optim", self.kind, known)
-        return known[self.kind](parameters, lr=self.lr)  # type: ignore[call-arg]  # every one of them has it
+        return _known()[self.kind](parameters, lr=self.lr)  # type: ignore[call-arg]  # every one of them has it
+
+
+def _known() -> dict[str, type[Optimizer]]:
+    return {
+        name: value
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and name not in _UNFIT
+    }
 
 
 _UNFIT = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 """What is no optimizer, evaluates the model, or takes sparse gradients or matrices alone."""
-
-
-def require_in_range(outer: Outer) -> None:
-    """Raises UsageError, which names the piece, for settings with which there is no optimizer."""
-    if not fields(outer):  # type: ignore[arg-type]  # pieces are dataclasses
-        return  # a launcher's first optimizer would load torch's compiler, which takes more than a second
-    try:
-        outer.optimizer([nn.Parameter(torch.zeros(1))])
-    except ValueError as error:
-        raise UsageError(f"outer={outer}: {error}") from None
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from paceline.aggregate import MEAN, Aggregator
 from paceline.codec import Auto, Codec
 from paceline.comm.base import Timing
 from paceline.errors import NonFiniteGradient, PeerLost, UsageError
-from paceline.outer import Average, Outer, require_in_range
+from paceline.outer import Average, Outer
 from paceline.schedule import Rounds
 from paceline.strategies.base import (
     Context,
@@ -87,7 +87,7 @@ class LocalUpdates(Strategy):
             _ = self.schedule
         except ValueError as error:
             raise UsageError(str(error).replace("single", "post_local_from")) from None
-        require_in_range(self.outer)
+        self.outer.require_possible()
         if not 0 <= self.alpha <= 1:
             raise UsageError(f"alpha must be 0 to 1, not {self.alpha}")
         if self.alpha == 1 and self.outer == Average():

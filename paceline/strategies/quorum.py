@@ -15,7 +15,7 @@ from paceline.elastic import Done
 from paceline.errors import UsageError
 from paceline.layout import by_group
 from paceline.membership import Membership
-from paceline.outer import Nesterov, Outer, mix, require_in_range, take_changes
+from paceline.outer import Nesterov, Outer, mix, take_changes
 from paceline.server.admission import AdmissionRule, Quorum
 from paceline.server.spec import Push, Reply
 from paceline.strategies.base import Context, StepOutcome, Strategy, Synchronizer, non_finite, option, require_choice
@@ -71,7 +71,7 @@ class QuorumUpdates(Strategy):
             raise UsageError(f"grace_s must be a number from 0, not {self.grace_s}")
         if not self.outer.by_torch:
             raise UsageError(f"outer={self.outer} is none of torch's optimizers, which servers build anew; use adam")
-        require_in_range(self.outer)
+        self.outer.require_possible()
         require_choice("codec_scope", self.codec_scope, get_args(Scope))
         require_of_pushed_changes(self.codec, self.codec_scope)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, cast
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from paceline.comm.alone import AloneCollective
 from paceline.comm.base import Store
+from paceline.errors import UsageError
 from paceline.layout import TensorSpec, by_group
 from paceline.membership import Membership
 from paceline.outer import Adam, Average, FedAdagrad, FedAdam, FedYogi, Momentum, Nesterov, OfTorch, Outer
@@ -20,6 +22,7 @@ from paceline.server.state import export_state, import_state
 from paceline.strategies.base import Context
 from paceline.strategies.gossip.outer_step import OuterStep
 from paceline.strategies.gossip.parcel import Parcel
+from paceline.strategies.local_updates import LocalUpdates
 from paceline.strategies.own_state import taken_up
 from paceline.strategies.quorum import QuorumUpdates
 from paceline.strategies.replica import describe
@@ -53,7 +56,7 @@ def stepped(
     return [parameter.detach() for parameter in parameters], export_state(optimizer, parameters)
 
 
-@pytest.mark.parametrize(("before", "after"), product(KINDS, repeat=2), ids=str)
+@pytest.mark.parametrize(("before", "after"), list(product(KINDS, repeat=2)), ids=str)
 def test_an_outer_optimizer_goes_on_with_a_state_of_its_kind_alone(before: Outer, after: Outer) -> None:
     told: list[Mapping[str, Any]] = []
     values, left = stepped(before, {})
@@ -95,3 +98,28 @@ def test_servers_of_a_quorum_begin_anew_with_another_outer_optimizer() -> None:
     synchronizer.start()
     store.load_state.assert_called_once_with({}, iteration=1)
     tell.assert_called_once_with("carried_over", dict.fromkeys(OTHERS, "reset"))
+
+
+OUT_OF_RANGE = [
+    (OfTorch("SGD", 0.0), "outer=torch:kind=SGD:lr=0: lr is out of range; give a finite number above 0"),
+    (Momentum(lr=math.nan), "lr is out of range"),
+    (Nesterov(lr=math.inf), "lr is out of range"),
+    (Momentum(momentum=2.0), "momentum is out of range; give from 0 to below 1"),
+    (Nesterov(momentum=-0.1), "momentum is out of range"),
+    (Adam(beta2=1.0), "beta2 is out of range"),
+    (Adam(eps=0.0), "eps is out of range"),
+    (FedYogi(tau=-1e-3), "tau is out of range"),
+    (OfTorch("SDG", 0.1), "unknown optimizer of torch.optim 'SDG'; did you mean 'SGD'"),
+    (OfTorch("LBFGS", 0.1), "unknown optimizer of torch.optim 'LBFGS'"),
+]
+
+
+@pytest.mark.parametrize(("outer", "message"), OUT_OF_RANGE, ids=lambda value: str(value)[:20])
+def test_settings_that_train_nothing_or_to_no_end_are_refused(outer: Outer, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        LocalUpdates(outer=outer)
+
+
+@pytest.mark.parametrize("outer", KINDS, ids=str)
+def test_settings_by_default_are_taken(outer: Outer) -> None:
+    LocalUpdates(outer=outer)

@@ -7,7 +7,7 @@ from paceline.aggregate import MEAN, Aggregator, Validation
 from paceline.codec import Codec, TensorCodec
 from paceline.correction import Correction
 from paceline.errors import UsageError
-from paceline.outer import Average, Outer, require_in_range
+from paceline.outer import Average, Outer
 from paceline.partition import IID, Partition
 from paceline.privacy import Privacy
 from paceline.roster import Participation, Sampler, Uniform, num_drawn
@@ -81,7 +81,7 @@ class Federated(Strategy):
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 < self.fraction <= 1:
             raise UsageError(f"fraction must be above 0 and at most 1, not {self.fraction}")
-        require_in_range(self.outer)
+        self.outer.require_possible()
         try:
             self.sampler.require(num_clients=self.clients, fraction=self.fraction)
         except ValueError as error:

@@ -6,7 +6,7 @@ from typing import Literal, final, get_args
 
 from paceline.codec import Codec
 from paceline.errors import UsageError
-from paceline.outer import Momentum, Outer, require_in_range
+from paceline.outer import Momentum, Outer
 from paceline.strategies.base import Context, Strategy, Synchronizer, option, require_choice
 from paceline.strategies.coding import Scope, of_neighbours, require_of_neighbours
 from paceline.strategies.gossip.averaging import Averaging
@@ -87,7 +87,7 @@ class Gossip(Strategy):
         if self.mode == "relay" and self.order == "awc":
             raise UsageError("order=awc is not for mode=relay, whose messages hold the step just made")
         if self.mode == "outer":
-            require_in_range(self.outer)
+            self.outer.require_possible()
             if self.quasi_global:
                 raise UsageError("quasi_global is not for mode=outer, whose outer step has a momentum of its own")
         elif self.outer != _OUTER:

@@ -62,9 +62,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a server that all tests here ask."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PACELINE_FORKS", "")
-        with launching.served(tmp_path_factory.mktemp("own")) as given:
-            assert given is not None
-            yield given
+        with launching.served(tmp_path_factory.mktemp("own")) as settings:
+            assert settings == {"setup_worker_path": stand_in.__file__}
+            yield os.environ[stand_in.ADDRESS]
 
 
 def written(path: Path, text: str) -> Path:
@@ -162,8 +162,8 @@ def test_nothing_outlives_the_launcher(tmp_path: Path) -> None:
         os.environ["PACELINE_FORKS"] = ""
         from pathlib import Path
         from paceline.engines.ray.forks import launching
-        with launching.served(Path({str(tmp_path / "own")!r})) as address:
-            print(address, flush=True)
+        with launching.served(Path({str(tmp_path / "own")!r})):
+            print(os.environ["PACELINE_FORKS_AT"], flush=True)
             time.sleep(600)
     """
     with subprocess.Popen([sys.executable, "-c", dedent(launcher)], stdout=subprocess.PIPE, text=True) as process:

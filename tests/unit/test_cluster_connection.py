@@ -100,7 +100,7 @@ def test_a_ray_that_is_late_is_started_once_more(
             if failures == 1
             else pytest.raises(TimeoutError, match=r"more than the 15 s.*the machine is busy")
         ):
-            start_local(tmp_path)
+            start_local(tmp_path, {})
         assert len(started) == 2
     finally:
         for process in started:
@@ -117,7 +117,7 @@ def test_a_ray_that_fails_otherwise_is_not_started_again(monkeypatch: pytest.Mon
     tried: list[bool] = []
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ValueError, match="no such option"):
-        start_local(tmp_path)
+        start_local(tmp_path, {})
 
 
 def test_a_ray_that_starts_looks_for_its_object_store_often_and_for_as_long_as_ever(

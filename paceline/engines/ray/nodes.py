@@ -19,7 +19,7 @@ import ray
 from paceline.comm.hosts import is_of_this_host
 from paceline.engines.ray.allocated_node import OBJECT_STORE_BYTES, RAY_SETTINGS
 from paceline.engines.ray.allocation import cluster_over
-from paceline.engines.ray.forks.launching import asked_by_ray, served
+from paceline.engines.ray.forks.launching import served
 from paceline.engines.ray.interrupts import hold_back_interrupts, keep_handlers
 from paceline.engines.ray.local_directory import RAYS_OWN, local_directory, same_directory
 from paceline.engines.ray.local_start import start_local
@@ -133,16 +133,14 @@ def _connect(address: str | None, until_disconnected: ExitStack, *, insecure: bo
             until_disconnected.enter_context(own_token())
             directory = Path(until_disconnected.enter_context(local_directory()))
             cores = len(os.sched_getaffinity(0))
-            forks = until_disconnected.enter_context(served(directory))
-            with asked_by_ray(forks):
-                start_local(
-                    directory / RAYS_OWN,
-                    num_cpus=cores,
-                    include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    _system_config=_system_config(min(cores, num_workers)),
-                    **common,
-                )
+            start_local(
+                directory / RAYS_OWN,
+                until_disconnected.enter_context(served(directory)),
+                num_cpus=cores,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _system_config=_system_config(min(cores, num_workers)),
+                **common,
+            )
         else:
             _require_listener(address)
             until_disconnected.enter_context(users_token(address, insecure=insecure))

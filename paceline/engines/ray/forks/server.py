@@ -68,6 +68,7 @@ class _Asked:
     def become(self) -> NoReturn:
         """Run it in this process, of which nothing but the loaded modules is left."""
         end_with_forker(self.server)
+        os.setpgid(0, 0)  # Ray ends a worker's group with the worker
         about = self.about
         for stream, own in zip(self.streams, (0, 1, 2), strict=True):
             os.dup2(stream, own)
@@ -97,12 +98,17 @@ class _Server:
         self._selector.register(_LAUNCHER, selectors.EVENT_READ)
 
     def serve(self) -> _Asked | None:
-        """In a fork: what it is to become. In the server: none, once the launcher has ended; forks end with it."""
-        while True:
+        """In a fork: what it is to become. In the server: none, once the launcher has ended, and each fork by itself, as
+        Ray's workers do when Ray has."""
+        is_asked = True
+        while is_asked or self._forks:
             key = self._selector.select()[0][0]  # one at a time: what is closed here may bear another's number at once
             if key.fd == _LAUNCHER:
-                return None
-            if key.fd == self._door.fileno():
+                is_asked = False
+                self._selector.unregister(_LAUNCHER)
+                self._selector.unregister(self._door)
+                self._door.close()
+            elif key.fd == self._door.fileno():
                 asked = self._fork(self._door.accept()[0])
                 if asked is not None:
                     return asked
@@ -111,6 +117,7 @@ class _Server:
             else:
                 self._selector.unregister(key.fd)
                 os.kill(key.data, signal.SIGKILL)  # a process of this number is there until `_ended` asks for it
+        return None
 
     def _fork(self, asker: socket.socket) -> _Asked | None:
         try:

@@ -155,7 +155,7 @@ def test_a_fork_ends_with_its_stand_in_and_others_go_on(address: str, tmp_path: 
     assert other.returncode != 0
 
 
-def test_nothing_outlives_the_launcher(tmp_path: Path) -> None:
+def test_the_server_outlives_its_launcher_by_no_more_than_its_forks(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     launcher = f"""
         import os, sys, time
@@ -168,10 +168,16 @@ def test_nothing_outlives_the_launcher(tmp_path: Path) -> None:
     """
     with subprocess.Popen([sys.executable, "-c", dedent(launcher)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        started, pid = waiting(process.stdout.readline().strip(), tmp_path, "one")
+        address = process.stdout.readline().strip()
+        started, pid = waiting(address, tmp_path, "one")
         server = psutil.Process(pid).ppid()
         process.kill()
-    started.communicate(timeout=300)
+    late = stand_in_for(written(tmp_path / "program.py", PROGRAM), tmp_path / "place", address=address)
+    assert late.communicate(timeout=300)[0] == "said so\n"
+    assert not told(tmp_path / "place")["has_torch"]
+    assert not is_gone(pid)
+    started.kill()
+    started.communicate()
     assert wait_until(lambda: is_gone(pid) and is_gone(server))
 
 

@@ -98,7 +98,7 @@ class _Server:
         self._selector.register(_LAUNCHER, selectors.EVENT_READ)
 
     def serve(self) -> _Asked | None:
-        """In a fork: what it is to become. In the server: none, once the launcher has ended, and each fork by itself, as
+        """In a fork: what it is to become. In the server: none, once the launcher has ended and each fork by itself, as
         Ray's workers do when Ray has."""
         is_asked = True
         while is_asked or self._forks:

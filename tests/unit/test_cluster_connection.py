@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private import services
+from ray._private.parameter import RayParams
 
 from paceline.comm.hosts import own_ip_address
 from paceline.engines.ray import allocated_node
@@ -116,8 +118,30 @@ def test_a_ray_that_fails_otherwise_is_not_started_again(monkeypatch: pytest.Mon
 
     tried: list[bool] = []
     monkeypatch.setattr(ray, "init", init)
+    before = RayParams.update_if_absent, services.start_api_server
     with pytest.raises(ValueError, match="no such option"):
         start_local(tmp_path, {})
+    assert (RayParams.update_if_absent, services.start_api_server) == before
+
+
+def test_a_ray_leaves_out_what_no_run_asks_while_it_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = RayParams.update_if_absent, services.start_api_server
+    started = []
+
+    def init(**_: object) -> None:
+        params = RayParams()
+        params.update_if_absent(resources={})
+        assert params.include_log_monitor is None  # as of who looks for a node
+        params.update_if_absent(include_log_monitor=True, setup_worker_path="rays_own.py", worker_path="worker.py")
+        assert (params.no_monitor, params.include_log_monitor) == (True, False)
+        assert (params.setup_worker_path, params.worker_path) == ("ours.py", "worker.py")
+        assert services.start_api_server(False, raise_on_failure=True) == (None, None)
+        started.append(True)
+
+    monkeypatch.setattr(ray, "init", init)
+    start_local(tmp_path, {"setup_worker_path": "ours.py"})
+    assert started
+    assert (RayParams.update_if_absent, services.start_api_server) == before
 
 
 def test_a_ray_that_starts_looks_for_its_object_store_often_and_for_as_long_as_ever(

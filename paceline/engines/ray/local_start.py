@@ -51,7 +51,8 @@ def start_local(directory: Path, settings: Mapping[str, object], **options: Any)
 def _changed(settings: Mapping[str, object]) -> Iterator[None]:
     """A Ray that is started meanwhile leaves out what nothing of a run's asks: what scales a cluster, what sends output
     of workers to drivers, and the dashboard's server, for which Ray's start would wait. That is 3 s of a core less."""
-    params, serve = RayParams.update_if_absent, services.start_api_server
+    params: Any = RayParams.update_if_absent
+    serve = services.start_api_server
 
     def update_if_absent(self: RayParams, **given: object) -> None:
         if "setup_worker_path" in given:  # a node's settings

@@ -60,9 +60,14 @@ RUN = """
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a server that all tests here ask."""
+    folder = tmp_path_factory.mktemp("launcher")
+    for name in ("paceline", "torch", "requests", "random"):  # a launcher's folder may have modules of such names
+        written(folder / f"{name}.py", "raise ImportError('another one')")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PACELINE_FORKS", "")
-        with launching.served(tmp_path_factory.mktemp("own")) as settings:
+        with contextlib.ExitStack() as until_then:
+            with contextlib.chdir(folder):
+                settings = until_then.enter_context(launching.served(tmp_path_factory.mktemp("own")))
             assert settings == {"setup_worker_path": stand_in.__file__}
             yield os.environ[stand_in.ADDRESS]
 

@@ -10,6 +10,10 @@ from pathlib import Path
 
 from paceline.engines.ray.forks import stand_in
 
+_PROGRAM = (
+    "import sys; '' in sys.path and sys.path.remove(''); from paceline.engines.ray.forks.server import main; main()"
+)
+"""It finds no module in the folder where the launcher was called, which may have names of others."""
 _SWITCH, _OFF = "PACELINE_FORKS", "off"
 _PATIENCE_S = 2.0  # so long forks may take to end once Ray has
 _THREADS = "OMP_NUM_THREADS"
@@ -31,7 +35,7 @@ def served(directory: Path) -> Iterator[Mapping[str, object]]:
         door.bind(address)
         door.listen()
         server = subprocess.Popen(
-            [sys.executable, "-m", "paceline.engines.ray.forks.server", str(door.fileno())],
+            [sys.executable, "-c", _PROGRAM, str(door.fileno())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

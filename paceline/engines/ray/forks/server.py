@@ -81,8 +81,9 @@ class _Asked:
             os.setpriority(os.PRIO_PROCESS, 0, about["niceness"])
             Path("/proc/self/oom_score_adj").write_text(about["badness"])
         sys.modules["numpy"].random.seed()  # as in a process of its own; Python's `random` does so itself
-        sys.argv, sys.path[0] = list(about["program"]), os.path.dirname(about["program"][0])
-        runpy.run_path(about["program"][0], run_name="__main__")
+        sys.argv = list(about["program"])
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
         sys.exit()
 
 
@@ -158,7 +159,3 @@ class _Server:
 def _close(files: list[int]) -> None:
     for file in files:
         os.close(file)
-
-
-if __name__ == "__main__":
-    main()

@@ -93,6 +93,11 @@ class Nesterov(Outer, name="nesterov"):
     lr: float = 0.7
     momentum: float = 0.9
 
+    def require_possible(self) -> None:
+        super().require_possible()
+        if self.momentum == 0:
+            raise UsageError(f"outer={self}: momentum is out of range; give one above 0, or outer=momentum:momentum=0")
+
     def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
         return SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=True)
 

@@ -210,6 +210,15 @@ def test_who_sends_rubbish_is_left_and_others_are_served(address: str, tmp_path:
     assert told(tmp_path / "place")["has_torch"]
 
 
+def test_a_program_starts_by_itself_in_a_folder_that_is_gone(address: str, tmp_path: Path) -> None:
+    program = written(tmp_path / "program.py", "import sys; print('torch' in sys.modules)")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    started = stand_in_for(program, address=address, cwd=gone, preexec_fn=gone.rmdir)
+    output, errors = started.communicate(timeout=300)
+    assert (started.returncode, output) == (0, "False\n"), errors
+
+
 @pytest.mark.parametrize("why", ["no server", "variables of its own"])
 def test_a_program_starts_by_itself_where_no_fork_can_be_had(why: str, address: str, tmp_path: Path) -> None:
     program, place = written(tmp_path / "program.py", PROGRAM), tmp_path / "place"

@@ -106,6 +106,7 @@ OUT_OF_RANGE = [
     (Nesterov(lr=math.inf), "lr is out of range"),
     (Momentum(momentum=2.0), "momentum is out of range; give from 0 to below 1"),
     (Nesterov(momentum=-0.1), "momentum is out of range"),
+    (Nesterov(momentum=0.0), "momentum is out of range; give one above 0"),  # which torch refuses, in a worker
     (Adam(beta2=1.0), "beta2 is out of range"),
     (Adam(eps=0.0), "eps is out of range"),
     (FedYogi(tau=-1e-3), "tau is out of range"),

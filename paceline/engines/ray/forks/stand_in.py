@@ -40,15 +40,19 @@ def _is_plain(context: str, program: list[str]) -> bool:
 
 def _forked(address: str, program: list[str]) -> int | None:
     """The status with which a fork has ended that became this program; none: there was no fork."""
-    asked = {
-        "program": program,
-        "directory": os.getcwd(),
-        "environment": dict(os.environ),
-        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
-        "cores": sorted(os.sched_getaffinity(0)),
-        "badness": Path("/proc/self/oom_score_adj").read_text(),
-    }
-    told = json.dumps(asked).encode()
+    try:
+        told = json.dumps(
+            {
+                "program": program,
+                "directory": os.getcwd(),  # which may have been removed
+                "environment": dict(os.environ),
+                "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+                "cores": sorted(os.sched_getaffinity(0)),
+                "badness": Path("/proc/self/oom_score_adj").read_text(),
+            }
+        ).encode()
+    except OSError:
+        return None
     with socket.socket(socket.AF_UNIX) as server:
         try:
             server.connect(address)

@@ -18,6 +18,7 @@ class Committing:
         self._servers = servers
         self.is_needed = self._by_all = False
         self._lacking: set[int] = set()
+        self._asked_again: set[int] = set()
         self._told: set[int] = set()
 
     def attached(self, said: Sequence[Mapping[str, Any]]) -> None:
@@ -33,17 +34,22 @@ class Committing:
     def begin(self) -> None:
         """The worker pushes."""
         self._lacking = {index for index, server in enumerate(self._servers) if self.holds(server)}
+        self._asked_again.clear()
         self._told.clear()
 
     def moved(self, index: int) -> None:
-        """Another server has this one's place, and knows nothing of the push."""
+        """Another server has this one's place, and is to be given the push again. A line to it takes one request at a
+        time: that the push counts it is told when it has said that it has it."""
         self._told.discard(index)
+        if self.holds(self._servers[index]):
+            self._asked_again.add(index)
 
     def held(self, index: int) -> Iterator[int]:
         """A server has all of the push. When all have, gives those that are to be told that it counts: each once, and
         whoever takes another's place then, when that says that it has it."""
         self._lacking.discard(index)
+        self._asked_again.discard(index)
         for each, server in enumerate(() if self._lacking else self._servers):
-            if each not in self._told and not server.is_new:
+            if each not in self._told and each not in self._asked_again and not server.is_new:
                 self._told.add(each)
                 yield each

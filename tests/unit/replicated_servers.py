@@ -105,6 +105,9 @@ class Net:
         self.records: list[UpdateRecord] = []
         self.talks: dict[int, Conversation] = {}
         """By worker, if it is about tables, what it asks."""
+        self.on_line: set[tuple[int, int]] = set()
+        """Workers that have asked a server on their host, each with the key range, and have no answer yet: a line takes
+        one request at a time."""
         ranges = cut(LAYOUT, num_servers=len(hosts), whole_tensors=False, piece_bytes=self.piece_bytes)
         members = Membership(EPOCH, tuple(range(num_workers - self.num_joiners)))
         self.worker_hosts = list(worker_hosts) or [hosts[rank % len(hosts)] for rank in range(num_workers)]
@@ -184,6 +187,9 @@ class Net:
     def ask(self, worker: int, sends: Iterable[Send]) -> None:
         for key_range, message in sends:
             server, message.epoch = self.heads[worker][key_range], self.epochs[worker][key_range]
+            if self.is_beside(worker, server):
+                assert (worker, key_range) not in self.on_line, f"a second request: {message.kind.name}"
+                self.on_line.add((worker, key_range))
             self.put(f"w{worker}", f"s{server}", key_range, [bytes(frame) for frame in message.encode()])
 
     def put(self, source: str, target: str, key_range: int, item: Any) -> None:
@@ -225,6 +231,7 @@ class Net:
         elif target[0] == "w":
             if source == f"s{self.heads[number][key_range]}":  # else it has closed that way
                 answer = Message.decode(item, epoch=None)
+                self.on_line.discard((number, key_range))
                 self.ask(number, hear(self.clients[number], self.talk_of(number), key_range, answer))
         else:
             self.serve(source, number, key_range, Message.decode(item, epoch=None))
@@ -366,6 +373,7 @@ class Net:
         elif chain.head not in self.dead and self.epochs[number][chain.key_range] < chain.epoch:
             self.heads[number][chain.key_range] = chain.head
             self.epochs[number][chain.key_range] = chain.epoch
+            self.on_line.discard((number, chain.key_range))
             self.ways[f"s{chain.head}", f"w{number}", chain.key_range] = deque()  # what came on a way that is closed
             is_beside, client = self.is_beside(number, chain.head), self.clients[number]
             self.ask(number, client.moved(chain.key_range, epoch=chain.epoch, is_beside=is_beside, body={}))

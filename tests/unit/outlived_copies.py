@@ -139,9 +139,10 @@ class Net(replicated_servers.Net):
         return super().deliver_one() or (self.launcher is not None and self.go_on())
 
     def attach_copy(self, server: int, key_range: int, message: Message) -> bool:
-        """The memory of a dead worker cannot be opened any more."""
+        """The memory of a dead worker cannot be opened any more; where it is open, it stays so."""
+        is_open = (message.sender, server, key_range) in self.opened
         is_lost = f"w{message.sender}" in self.silent and self.is_beside(message.sender, server)
-        if not is_lost:
+        if is_open or not is_lost:
             return super().attach_copy(server, key_range, message)
         self.copies[server, key_range][0].attach(message, gradients=None, parameters=None, is_beside=False)
         return len(set(self.hosts)) > 1

@@ -115,6 +115,8 @@ class Net:
         self.copies: dict[tuple[int, int], tuple[ServerCore, Replication]] = {}
         self.versions: dict[tuple[int, int], int] = {}
         """Of the chains that copies were built by."""
+        self.opened: set[tuple[int, int, int]] = set()
+        """Workers, each with a copy's server and key range: the copy reads their memory, also once they are dead."""
         self.built_by: dict[int, int] = {}
         """By key range, the version of its chain that its newcomer was built by."""
         self.server_specs = [
@@ -173,6 +175,7 @@ class Net:
         copy = Replication(core, server=server, chain=chain, reach=reach, is_new=is_new)
         self.copies[server, chain.key_range] = core, copy
         self.versions[server, chain.key_range] = chain.version
+        self.opened -= {each for each in self.opened if each[1:] == (server, chain.key_range)}
 
     def talk_of(self, worker: int) -> Conversation:
         return self.talks.get(worker, self.clients[worker])
@@ -251,6 +254,7 @@ class Net:
             worker = int(source[1:])
             is_beside = self.is_beside(worker, server)
             parameters, gradients = self.buffers[worker] if is_beside else (None, None)
+            self.note_open(worker, server, key_range)
             about = core.attach(message, gradients=gradients, parameters=parameters, is_beside=is_beside)
             answer = core.message(Kind.OK, body=about)
             told = copy.attached(message, answer) if self.outlives_workers else iter([Send(worker, answer)])
@@ -258,10 +262,19 @@ class Net:
         else:
             self.do(server, key_range, copy.receive(message, 0.0))
 
+    def reads(self, worker: int, server: int) -> bool:
+        """Whether copies of this server's read the worker's memory."""
+        return self.is_beside(worker, server) and len(set(self.hosts)) == 1
+
+    def note_open(self, worker: int, server: int, key_range: int) -> None:
+        if self.reads(worker, server):
+            self.opened.add((worker, server, key_range))
+
     def attach_copy(self, server: int, key_range: int, message: Message) -> bool:
         """As a copy does that another one tells of this worker."""
-        is_beside = self.is_beside(message.sender, server) and len(set(self.hosts)) == 1  # else copies read no memory
+        is_beside = self.reads(message.sender, server)
         gradients = self.buffers[message.sender][1] if is_beside else None
+        self.note_open(message.sender, server, key_range)
         self.copies[server, key_range][0].attach(message, gradients=gradients, parameters=None, is_beside=is_beside)
         return True
 

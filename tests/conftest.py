@@ -87,6 +87,17 @@ def _has_own_number(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
+    _leave_out_of_collections()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a file's tests leave behind stays, mostly."""
+    if nextitem is not None and nextitem.path != item.path:
+        _leave_out_of_collections()
+
+
+def _leave_out_of_collections() -> None:
     """What lives to the end is left out of the collections of garbage, of which a simulated run makes one: they would
     go through a million things each time, in half a second."""
     gc.collect()

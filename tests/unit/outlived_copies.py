@@ -140,7 +140,7 @@ class Net(replicated_servers.Net):
 
     def attach_copy(self, server: int, key_range: int, message: Message) -> bool:
         """The memory of a dead worker cannot be opened any more; where it is open, it stays so."""
-        is_open = (message.sender, server, key_range) in self.opened
+        is_open = (message.sender, server, key_range) in self.reached
         is_lost = f"w{message.sender}" in self.silent and self.is_beside(message.sender, server)
         if is_open or not is_lost:
             return super().attach_copy(server, key_range, message)

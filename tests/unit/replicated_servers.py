@@ -115,7 +115,7 @@ class Net:
         self.copies: dict[tuple[int, int], tuple[ServerCore, Replication]] = {}
         self.versions: dict[tuple[int, int], int] = {}
         """Of the chains that copies were built by."""
-        self.opened: set[tuple[int, int, int]] = set()
+        self.reached: set[tuple[int, int, int]] = set()
         """Workers, each with a copy's server and key range: the copy reads their memory, also once they are dead."""
         self.built_by: dict[int, int] = {}
         """By key range, the version of its chain that its newcomer was built by."""
@@ -175,7 +175,7 @@ class Net:
         copy = Replication(core, server=server, chain=chain, reach=reach, is_new=is_new)
         self.copies[server, chain.key_range] = core, copy
         self.versions[server, chain.key_range] = chain.version
-        self.opened -= {each for each in self.opened if each[1:] == (server, chain.key_range)}
+        self.reached -= {each for each in self.reached if each[1:] == (server, chain.key_range)}
 
     def talk_of(self, worker: int) -> Conversation:
         return self.talks.get(worker, self.clients[worker])
@@ -268,7 +268,7 @@ class Net:
 
     def note_open(self, worker: int, server: int, key_range: int) -> None:
         if self.reads(worker, server):
-            self.opened.add((worker, server, key_range))
+            self.reached.add((worker, server, key_range))
 
     def attach_copy(self, server: int, key_range: int, message: Message) -> bool:
         """As a copy does that another one tells of this worker."""

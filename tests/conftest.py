@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -132,11 +133,14 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_world_is_left() -> Iterator[None]:
-    """A test that leaves this process a worker's surroundings would have later ones train in them."""
+    """A test that leaves this process a worker's surroundings would have later ones train in them. Its script does not
+    stay `__main__`: each process that `multiprocessing` starts from here would run it first, for ten seconds."""
+    main = sys.modules["__main__"]
     yield
     left = world.current()
     world.enter(None)
     world.enter_here(None)
+    sys.modules["__main__"] = main
     assert left is None
 
 

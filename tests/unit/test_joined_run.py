@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -20,6 +21,16 @@ from paceline.running.result import Result
 from paceline.strategies import build
 
 SCRIPT = Path(__file__).parents[1] / "distributed" / "scripts" / "own_data.py"
+
+
+@pytest.fixture(autouse=True)
+def own_main(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Scripts run in this process, as its `__main__`, which a client's process does not have back."""
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        meanwhile.setattr(sys, "argv", sys.argv)
+        meanwhile.setattr(sys, "path", [*sys.path])
+        yield
 
 
 class Gone(Exception):
